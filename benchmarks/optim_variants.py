@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: BSD-3-Clause
+# The optimizers that bench_optim.py compares, each on a copy of the same parameters with the same
+# gradients; the check that they compute the same; and what a step costs in memory and launches.
+import json
+import tempfile
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from shapes import CASES, parameters, split_into_groups
+from timers import Timed, release, synchronize
+from torch import nn
+
+import torch_renaissance as tr
+
+STOCK = {
+    "for-loop": {"foreach": False, "fused": False},
+    "foreach": {"foreach": True},
+    "fused": {"fused": True},
+}
+OURS = {"gather": "gather", "flat": "flat", "flat apart": "flat"}
+CLASSES = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.optim.SGD}
+STATES = {"adamw": 2, "adam": 2, "sgd": 1}
+CHECK_STEPS = 3
+TOLERANCE = "16 eps x (|fused| + the tensor's largest move)"
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One case's starting point, shared by every variant."""
+
+    case: str
+    optimizer: str
+    start: list[torch.Tensor]
+    gradients: list[torch.Tensor]
+
+    @property
+    def size(self) -> int:
+        return sum(t.numel() for t in self.start)
+
+
+@dataclass
+class Variant:
+    parameters: list[nn.Parameter]
+    optimizer: torch.optim.Optimizer
+    model: nn.Module
+
+
+def make_problem(case: str, optimizer: str, dtype: torch.dtype, device: torch.device) -> Problem:
+    generator = torch.Generator(device).manual_seed(0)
+
+    def draw(shape: tuple[int, ...]) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, device=device)
+
+    def gradient(shape: tuple[int, ...]) -> torch.Tensor:
+        g = draw(shape)
+        # Small gradients' squares vanish in fp16, and stock foreach then divides by zero.
+        return (g + 0.5 * g.sign() if dtype == torch.float16 else g).to(dtype)
+
+    shapes = CASES[case]()
+    start = [(0.02 * draw(s)).to(dtype) for s in shapes]
+    return Problem(case, optimizer, start, [gradient(s) for s in shapes])
+
+
+def build(problem: Problem, name: str, capturable: bool = False, frozen: float = 0.0) -> Variant:
+    """A stock optimizer, or one accelerated the way a user does it."""
+    own = [nn.Parameter(t.clone()) for t in problem.start]
+    for p in smallest_but(own, frozen):
+        p.requires_grad_(False)
+    options = {"lr": 1e-3, "weight_decay": 1e-2}
+    if problem.optimizer == "sgd":
+        options["momentum"] = 0.9
+    else:
+        options["capturable"] = capturable
+    groups = split_into_groups(problem.case, own, options["lr"])
+    optimizer = CLASSES[problem.optimizer](groups, **options, **STOCK.get(name, {}))
+    model: nn.Module = nn.ParameterList(own)
+    if name in OURS:
+        model, optimizer = tr.accelerate(model, optimizer, gradients=OURS[name])
+    for p, g in zip(own, problem.gradients, strict=True):
+        if p.requires_grad:
+            p.grad = g
+    return Variant(own, optimizer, model)
+
+
+def smallest_but(own: list[nn.Parameter], frozen: float) -> list[nn.Parameter]:
+    """The tensors to freeze, so that the small ones that stay hold 1 - frozen of the elements."""
+    if frozen == 0:
+        return []
+    room = (1 - frozen) * sum(p.numel() for p in own)
+    kept = set()
+    for p in sorted(own, key=torch.Tensor.numel):
+        room -= p.numel()
+        if room < 0:
+            break
+        kept.add(id(p))
+    return [p for p in own if id(p) not in kept]
+
+
+def build_all(problem: Problem, capturable: bool = False) -> dict[str, Variant]:
+    on_gpu = problem.start[0].is_cuda
+    names = [n for n in (*STOCK, *OURS) if n != "for-loop" or not on_gpu]
+    return {n: build(problem, n, capturable) for n in names}
+
+
+def timed_steps(variants: dict[str, Variant]) -> dict[str, Timed]:
+    """`flat` packs inside its step; `flat update` and `flat pack` are its two halves."""
+    steps = {n: Timed(v.optimizer.step) for n, v in variants.items() if n != "flat apart"}
+    apart = variants["flat apart"].optimizer
+    steps["flat update"] = Timed(apart.step, prepare=apart.pack_gradients)
+    steps["flat pack"] = Timed(apart.pack_gradients)
+    return steps
+
+
+def bytes_per_parameter(problem: Problem) -> dict[str, int]:
+    """The least a step must move: read gradient, read and write weight and states."""
+    item = problem.start[0].element_size()
+    step = (3 + 2 * STATES[problem.optimizer]) * item
+    ours = {"gather": step, "flat": step + 2 * item, "flat update": step, "flat pack": 2 * item}
+    return dict.fromkeys(STOCK, step) | ours
+
+
+@torch.no_grad()
+def check(problem: Problem, variants: dict[str, Variant]) -> dict:
+    """Three steps of each, then every variant's parameters against those of torch's fused."""
+    for variant in variants.values():
+        for _ in range(CHECK_STEPS):
+            variant.optimizer.step()
+    dtype = problem.start[0].dtype
+    epsilon = torch.finfo(dtype).eps
+    wide = torch.promote_types(dtype, torch.float32)
+    reference = [p.to(wide) for p in variants["fused"].parameters]
+    found = {"tolerance": TOLERANCE, "steps": CHECK_STEPS, "largest_difference": {}, "agrees": {}}
+    for name, variant in variants.items():
+        if name == "fused":
+            continue
+        worst, excess = [], []
+        for p, r, s in zip(variant.parameters, reference, problem.start, strict=True):
+            difference = (p.to(wide) - r).abs()
+            allowed = 16 * epsilon * (r.abs() + (r - s.to(wide)).abs().max())
+            worst.append(difference.max())
+            excess.append((difference - allowed).max())
+        found["largest_difference"][name] = float(torch.stack(worst).max())
+        found["agrees"][name] = bool(torch.stack(excess).max() <= 0)
+    return found
+
+
+def count_launches(run: Callable[[], object]) -> dict[str, int]:
+    """Kernels, copies and memsets of one step, from the profiler's trace; {} if it saw none."""
+    from torch.profiler import ProfilerActivity, profile
+
+    for _ in range(2):  # the first trace of a process can come back empty
+        torch.cuda.synchronize()
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+            run()
+            torch.cuda.synchronize()
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "trace.json"
+            profiler.export_chrome_trace(str(path))
+            events = json.loads(path.read_text())["traceEvents"]
+        kinds = Counter(e["cat"] for e in events if e.get("ph") == "X" and "cat" in e)
+        counts = {k: kinds[k] for k in ("kernel", "gpu_memcpy", "gpu_memset")}
+        if counts["kernel"]:
+            return counts
+    return {}
+
+
+def step_memory(problem: Problem, name: str, frozen: float) -> dict[str, int]:
+    """Bytes above what was allocated before: peak of set-up, of the first and of a later step."""
+    device = problem.start[0].device
+    release(device)
+    before = torch.cuda.memory_allocated(device)
+
+    def peak() -> int:
+        synchronize(device)
+        found = torch.cuda.max_memory_allocated(device) - before
+        torch.cuda.reset_peak_memory_stats(device)
+        return found
+
+    peak()
+    variant = build(problem, name, frozen=frozen)
+    found = {"setup": peak()}
+    for when in ("first_step", "later_step"):
+        variant.optimizer.step()
+        found[when] = peak()
+    return {**found, "resident": torch.cuda.memory_allocated(device) - before}
+
+
+def padding_fraction(problem: Problem) -> float | None:
+    regions = getattr(tr, "regions", None)
+    plan = regions(build(problem, "gather").optimizer) if regions else None
+    found = getattr(plan, "padding_fraction", None)
+    return found() if callable(found) else found
+
+
+def fits(case: str, dtype: torch.dtype, device: torch.device) -> bool:
+    """Start, gradients, five variants of weights and states, two flat planes, temporaries."""
+    need = 22 * parameters(CASES[case]()) * dtype.itemsize
+    return device.type != "cuda" or need < torch.cuda.mem_get_info(device)[0]

@@ -1,0 +1,197 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// The optimizer update on the CPU: loops over the formulas of math/, parallel over chunks.
+#include "../update.h"
+
+#include <ATen/Parallel.h>
+#include <c10/util/BFloat16.h>
+#include <c10/util/Half.h>
+
+#include <cstring>
+#include <vector>
+
+#include "../math/adam.h"
+#include "../math/sgd.h"
+#include "update.h"
+
+// Builds each loop for AVX2 as well and picks at load time; without contraction to fused
+// multiply-adds both give the same bits.
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#define TR_VECTOR_CLONES __attribute__((target_clones("avx2", "default")))
+#else
+#define TR_VECTOR_CLONES
+#endif
+
+namespace torch_renaissance {
+namespace {
+
+template <typename scalar_t>
+struct OpMath {
+  using type = float;
+};
+template <>
+struct OpMath<double> {
+  using type = double;
+};
+template <typename scalar_t>
+using opmath_t = typename OpMath<scalar_t>::type;
+
+// PLANES: how many of the rule's state planes the segment has. PLAIN: the usual case, no scale.
+template <typename R, int PLANES, bool PLAIN, typename scalar_t>
+inline __attribute__((always_inline)) void update_span(
+    const typename R::template Scalars<opmath_t<scalar_t>>& s, scalar_t* __restrict__ param,
+    scalar_t* __restrict__ grad, scalar_t* __restrict__ plane0, scalar_t* __restrict__ plane1,
+    scalar_t* __restrict__ plane2, opmath_t<scalar_t> grad_scale, int64_t count) {
+  using T = opmath_t<scalar_t>;
+  for (int64_t i = 0; i < count; ++i) {
+    T state[kMaxPlanes] = {};
+    if constexpr (PLANES > 0) state[0] = static_cast<T>(plane0[i]);
+    if constexpr (PLANES > 1) state[1] = static_cast<T>(plane1[i]);
+    if constexpr (PLANES > 2) state[2] = static_cast<T>(plane2[i]);
+    T g = static_cast<T>(grad[i]);
+    if constexpr (!PLAIN) g = g / grad_scale;
+    param[i] =
+        static_cast<scalar_t>(R::template update<PLAIN, T>(s, static_cast<T>(param[i]), g, state));
+    if constexpr (PLANES > 0) plane0[i] = static_cast<scalar_t>(state[0]);
+    if constexpr (PLANES > 1) plane1[i] = static_cast<scalar_t>(state[1]);
+    if constexpr (PLANES > 2) plane2[i] = static_cast<scalar_t>(state[2]);
+  }
+}
+
+template <typename scalar_t>
+void unscale_span(scalar_t* grad, opmath_t<scalar_t> grad_scale, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) {
+    grad[i] = static_cast<scalar_t>(static_cast<opmath_t<scalar_t>>(grad[i]) / grad_scale);
+  }
+}
+
+// target_clones takes functions, not templates: one per rule, number of planes and dtype.
+#define TR_SPAN(NAME, RULE, PLANES, scalar_t)                                                   \
+  TR_VECTOR_CLONES void NAME(const RULE::Scalars<opmath_t<scalar_t>>& s, scalar_t* param,       \
+                             scalar_t* grad, scalar_t* const* planes,                           \
+                             opmath_t<scalar_t> grad_scale, int64_t count) {                    \
+    if (s.plain && grad_scale == 1) {                                                           \
+      update_span<RULE, PLANES, true, scalar_t>(s, param, grad, planes[0], planes[1],           \
+                                                planes[2], grad_scale, count);                  \
+    } else {                                                                                    \
+      update_span<RULE, PLANES, false, scalar_t>(s, param, grad, planes[0], planes[1],          \
+                                                 planes[2], grad_scale, count);                 \
+    }                                                                                           \
+  }
+#define TR_SPANS(RULE, PLANES, PREFIX)                \
+  TR_SPAN(PREFIX##_float, RULE, PLANES, float)        \
+  TR_SPAN(PREFIX##_double, RULE, PLANES, double)      \
+  TR_SPAN(PREFIX##_half, RULE, PLANES, c10::Half)     \
+  TR_SPAN(PREFIX##_bfloat16, RULE, PLANES, c10::BFloat16)
+
+TR_SPANS(AdamRule, 2, adam)
+TR_SPANS(AdamRule, 3, amsgrad)
+TR_SPANS(SgdRule, 0, sgd)
+TR_SPANS(SgdRule, 1, momentum)
+
+template <typename R, typename scalar_t>
+using Span = void (*)(const typename R::template Scalars<opmath_t<scalar_t>>&, scalar_t*,
+                      scalar_t*, scalar_t* const*, opmath_t<scalar_t>, int64_t);
+
+// Elements worth a thread, as in torch's own loops.
+constexpr int64_t kGrain = 32768;
+
+struct Place {
+  const Segment* segment;
+  const Chunk* chunk;
+};
+
+template <typename R, typename scalar_t>
+void update(const Update& u, Span<R, scalar_t> with_all_planes, Span<R, scalar_t> without_last) {
+  using T = opmath_t<scalar_t>;
+  const T grad_scale = u.grad_scale != nullptr ? static_cast<T>(*u.grad_scale) : T(1);
+  std::vector<Place> places;
+  for (int i = 0; i < u.n_segments; ++i) {
+    const Segment& segment = u.segments[i];
+    for (int64_t c = 0; c < segment.n_chunks; ++c) {
+      const Chunk& chunk = segment.chunks[c];
+      if (u.slots[segment.first_slot + chunk.slot].grad != nullptr) {
+        places.push_back({&segment, &chunk});
+      }
+    }
+  }
+  const int64_t grain = kGrain * static_cast<int64_t>(sizeof(scalar_t)) / kChunkBytes;
+  at::parallel_for(0, static_cast<int64_t>(places.size()), grain, [&](int64_t begin, int64_t end) {
+    typename R::template Scalars<T> scalars{};
+    const Slot* current = nullptr;
+    for (int64_t i = begin; i < end; ++i) {
+      const auto& [segment, chunk] = places[i];
+      const Slot& slot = u.slots[segment->first_slot + chunk->slot];
+      if (&slot != current) {
+        const Hyper h = read_hyper(u.hyper + slot.row * kHyperColumns);
+        scalars = R::template scalars<T>(h, R::correction(h, segment->steps[chunk->slot] + 1.0));
+        current = &slot;
+      }
+      scalar_t* planes[kMaxPlanes];
+      for (int p = 0; p < kMaxPlanes; ++p) {
+        auto plane = static_cast<scalar_t*>(segment->planes[p]);
+        planes[p] = plane != nullptr ? plane + chunk->offset : nullptr;
+      }
+      const auto span = planes[R::kPlanes - 1] != nullptr ? with_all_planes : without_last;
+      auto grad = static_cast<scalar_t*>(slot.grad) + chunk->start;
+      span(scalars, static_cast<scalar_t*>(slot.param) + chunk->start, grad, planes, grad_scale,
+           chunk->count);
+      if (u.grad_scale != nullptr) unscale_span(grad, grad_scale, chunk->count);
+    }
+  });
+  for (int i = 0; i < u.n_segments; ++i) {
+    const Segment& segment = u.segments[i];
+    for (int32_t s = 0; s < segment.n_slots; ++s) {
+      const Slot& slot = u.slots[segment.first_slot + s];
+      if (slot.grad == nullptr) continue;
+      segment.steps[s] += R::counts(read_hyper(u.hyper + slot.row * kHyperColumns));
+    }
+  }
+}
+
+}  // namespace
+
+void update_cpu(const Update& u) {
+  if (u.found_inf != nullptr && *u.found_inf != 0) {
+    u.counters[kSkipped] += u.counts_skips;
+    return;
+  }
+  const bool adam = u.rule == Rule::kAdam;
+  switch (u.dtype) {
+    case ScalarType::kFloat:
+      return adam ? update<AdamRule, float>(u, amsgrad_float, adam_float)
+                  : update<SgdRule, float>(u, momentum_float, sgd_float);
+    case ScalarType::kDouble:
+      return adam ? update<AdamRule, double>(u, amsgrad_double, adam_double)
+                  : update<SgdRule, double>(u, momentum_double, sgd_double);
+    case ScalarType::kHalf:
+      return adam ? update<AdamRule, c10::Half>(u, amsgrad_half, adam_half)
+                  : update<SgdRule, c10::Half>(u, momentum_half, sgd_half);
+    case ScalarType::kBFloat16:
+      return adam ? update<AdamRule, c10::BFloat16>(u, amsgrad_bfloat16, adam_bfloat16)
+                  : update<SgdRule, c10::BFloat16>(u, momentum_bfloat16, sgd_bfloat16);
+  }
+}
+
+void pack_cpu(const Pack& p) {
+  const auto size = static_cast<int64_t>(p.dtype == ScalarType::kDouble  ? 8
+                                         : p.dtype == ScalarType::kFloat ? 4
+                                                                         : 2);
+  for (int i = 0; i < p.n_segments; ++i) {
+    const Segment& segment = p.segments[i];
+    at::parallel_for(0, segment.n_chunks, 16, [&](int64_t begin, int64_t end) {
+      for (int64_t c = begin; c < end; ++c) {
+        const Chunk& chunk = segment.chunks[c];
+        auto to = static_cast<char*>(segment.planes[0]) + chunk.offset * size;
+        auto from = static_cast<const char*>(p.slots[segment.first_slot + chunk.slot].grad);
+        if (chunk.count == 0) continue;
+        if (from != nullptr) {
+          std::memcpy(to, from + chunk.start * size, chunk.count * size);
+        } else {
+          std::memset(to, 0, chunk.count * size);
+        }
+      }
+    });
+  }
+}
+
+}  // namespace torch_renaissance

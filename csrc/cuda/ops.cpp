@@ -1,0 +1,51 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// Registers the ops for CUDA: tensors in, launchers out, on the current stream.
+#include "../ops.h"
+
+#include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAGraphsC10Utils.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+
+#include "../capture.h"
+#include "launch.h"
+
+namespace torch_renaissance {
+namespace {
+
+struct Cuda {
+  static void update(const Update& u, const at::Tensor& like) {
+    check_slots(u.n_slots);
+    const c10::cuda::CUDAGuard guard(like.device());
+    C10_CUDA_CHECK(update_cuda(u, c10::cuda::getCurrentCUDAStream()));
+  }
+  static void pack(const Pack& p, const at::Tensor& like) {
+    check_slots(p.n_slots);
+    const c10::cuda::CUDAGuard guard(like.device());
+    C10_CUDA_CHECK(pack_cuda(p, c10::cuda::getCurrentCUDAStream()));
+  }
+  static void write(double* to, at::ArrayRef<double> values, const at::Tensor& like) {
+    const c10::cuda::CUDAGuard guard(like.device());
+    C10_CUDA_CHECK(write_values_cuda(to, values.data(), static_cast<int64_t>(values.size()),
+                                     c10::cuda::getCurrentCUDAStream()));
+  }
+  static void check_slots(int64_t n_slots) {
+    TORCH_CHECK(n_slots <= kMaxSlots, "a launch takes at most ", kMaxSlots, " tensors, got ",
+                n_slots);
+  }
+};
+
+bool capturing() {
+  return c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None;
+}
+
+const bool registered = [] {
+  is_capturing = capturing;
+  return true;
+}();
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(torch_renaissance, CUDA, m) { Ops<Cuda>::register_all(m); }
+
+}  // namespace torch_renaissance

@@ -1,0 +1,522 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// optimizer.step() on the host: check that nothing moved, gather gradients, refresh the table of
+// hyper-parameters where a value changed, one op call a launch. A call costs microseconds.
+#include "host.h"
+
+#include <ATen/ATen.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <torch/csrc/autograd/python_variable.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <string>
+#include <unordered_set>
+#include <vector>
+
+#include "capture.h"
+#include "math/hyper.h"
+#include "update.h"
+
+namespace torch_renaissance {
+namespace {
+
+namespace py = pybind11;
+
+constexpr int kFitsNoLaunch = -1;
+
+PyObject* name(const char* text) { return PyUnicode_InternFromString(text); }
+
+// An entry of optimizer.state. Those of parameters left to torch come and go unwatched.
+struct Entry {
+  PyObject *key, *value;
+  bool watched;
+};
+
+// A state tensor as it was when the plan was made: the object and where its data lay.
+struct StateValue {
+  PyObject* object;
+  const void* data;
+};
+
+struct Parameter {
+  PyObject* object;
+  const void* data;
+  at::ScalarType dtype;
+  c10::Device device;
+  c10::DimVector sizes, strides;
+  int group;
+  int row;
+  int launch;  // kFitsNoLaunch until it has had a gradient
+  int64_t slot;
+  int planes;  // how many state planes its segment has
+  bool has_state;
+  int segment;     // within the launch
+  int64_t offset;  // within the segment's planes
+};
+
+struct Launch {
+  std::vector<at::Tensor> planes[kMaxPlanes];
+  std::vector<at::Tensor> steps, chunks, packed;
+  at::Tensor counters, hyper;
+  // Filled anew by each step.
+  std::vector<at::Tensor> params, grads;
+  std::vector<int64_t> slots, rows;
+  std::vector<const Parameter*> from;
+  std::vector<std::pair<at::Tensor, at::Tensor>> copies;  // (.grad, its copy in the right layout)
+};
+
+const at::Tensor& unpack(PyObject* object) { return THPVariable_Unpack(object); }
+
+bool is_tensor(PyObject* object) { return THPVariable_Check(object); }
+
+using SgdOp = void(at::TensorList, at::TensorList, at::TensorList, at::TensorList,
+                   const at::Tensor&, at::TensorList, at::IntArrayRef, at::IntArrayRef,
+                   const at::Tensor&, bool, const std::optional<at::Tensor>&,
+                   const std::optional<at::Tensor>&);
+using AdamOp = void(at::TensorList, at::TensorList, at::TensorList, at::TensorList,
+                    at::TensorList, at::TensorList, const at::Tensor&, at::TensorList,
+                    at::IntArrayRef, at::IntArrayRef, const at::Tensor&, bool,
+                    const std::optional<at::Tensor>&, const std::optional<at::Tensor>&);
+using PackOp = void(at::TensorList, at::TensorList, at::TensorList, at::TensorList,
+                    at::IntArrayRef, at::IntArrayRef);
+using SetHyperOp = void(const at::Tensor&, at::ArrayRef<double>);
+
+template <typename Signature>
+auto find_op(const char* op) {
+  return c10::Dispatcher::singleton().findSchemaOrThrow(op, "").typed<Signature>();
+}
+
+class HostStep {
+ public:
+  // What run() and pack() answer. Unless kDone, nothing has been changed.
+  enum Answer { kDone, kOutdated, kUnsupported };
+
+  explicit HostStep(const std::string& rule) : adam_(rule == "adam") {}
+
+  // Takes a plan over: groups as lists of parameters, the optimizer's state, what each parameter
+  // is (`entries`), and the launches. Holds all objects, so that an identity is never reused.
+  void set_plan(const py::list& groups, const py::dict& state, const py::list& entries,
+                const py::list& launches) {
+    groups_.clear();
+    parameters_.clear();
+    state_.clear();
+    values_.clear();
+    launches_.clear();
+    hyper_.clear();
+    held_.clear();
+    for (const auto& group : groups) {
+      std::vector<PyObject*> objects;
+      for (const auto& p : group) {
+        objects.push_back(p.ptr());
+        hold(p.ptr());
+      }
+      groups_.push_back(std::move(objects));
+    }
+    for (const auto& item : launches) add_launch(py::cast<py::dict>(item));
+    for (const auto& entry : entries) add_parameter(py::cast<py::tuple>(entry));
+    std::unordered_set<PyObject*> ours;
+    for (const Parameter& p : parameters_) ours.insert(p.object);
+    PyObject *key = nullptr, *value = nullptr;
+    for (Py_ssize_t at = 0; PyDict_Next(state.ptr(), &at, &key, &value);) {
+      state_.push_back({key, value, ours.count(key) != 0 && PyDict_Check(value)});
+      hold(key);
+      hold(value);
+      if (!state_.back().watched) continue;
+      PyObject *inner_key = nullptr, *inner = nullptr;
+      for (Py_ssize_t i = 0; PyDict_Next(value, &i, &inner_key, &inner);) {
+        hold(inner);
+        values_.push_back({inner, is_tensor(inner) ? data_of(inner) : nullptr});
+      }
+    }
+  }
+
+  // One step. grad_scale and found_inf: tensors on any device, or None.
+  int run(const py::list& param_groups, const py::dict& state, const py::object& grad_scale,
+          const py::object& found_inf, bool from_packed) {
+    int answer = gather(param_groups, state);
+    if (answer != kDone) return answer;
+    if (from_packed) use_packed();
+    set_hyper();
+    {
+      const at::AutoDispatchBelowADInplaceOrView guard;
+      const auto scale = optional(grad_scale), inf = optional(found_inf);
+      bool counts_skips = true;
+      const py::gil_scoped_release release;
+      for (Launch& launch : launches_) {
+        if (launch.params.empty()) continue;
+        call(launch, counts_skips, on(scale, launch), on(inf, launch));
+        counts_skips = false;
+        if (scale.has_value()) {
+          for (auto& [grad, copy] : launch.copies) grad.copy_(copy);
+        }
+      }
+    }
+    for (Launch& launch : launches_) {
+      for (const at::Tensor& p : launch.params) p.unsafeGetTensorImpl()->bump_version();
+      if (!grad_scale.is_none()) {
+        for (const at::Tensor& g : launch.grads) g.unsafeGetTensorImpl()->bump_version();
+      }
+    }
+    release_tensors();
+    return kDone;
+  }
+
+  // Copies the gradients into each launch's packed planes.
+  int pack(const py::list& param_groups, const py::dict& state) {
+    const int answer = gather(param_groups, state);
+    if (answer != kDone) return answer;
+    static const auto op = find_op<PackOp>("torch_renaissance::pack_");
+    const at::AutoDispatchBelowADInplaceOrView guard;
+    for (Launch& launch : launches_) {
+      std::vector<int64_t> counts;
+      for (const at::Tensor& s : launch.steps) counts.push_back(s.numel());
+      if (launch.params.empty()) {
+        for (at::Tensor& plane : launch.packed) plane.zero_();
+      } else {
+        op.call(launch.params, launch.grads, launch.packed, launch.chunks, launch.slots, counts);
+      }
+    }
+    release_tensors();
+    return kDone;
+  }
+
+  // After kUnsupported: which entries have a gradient that the kernels don't take.
+  std::vector<int64_t> unsupported() const { return unsupported_; }
+
+ private:
+  void hold(PyObject* o) { held_.push_back(py::reinterpret_borrow<py::object>(o)); }
+
+  static const void* data_of(PyObject* tensor) {
+    const at::Tensor& t = unpack(tensor);
+    return t.has_storage() ? t.unsafeGetTensorImpl()->data() : nullptr;
+  }
+
+  static std::optional<at::Tensor> optional(const py::object& o) {
+    return o.is_none() ? std::nullopt : std::make_optional(unpack(o.ptr()));
+  }
+
+  // The scalar on the launch's device in fp32: itself, or a copy without a sync.
+  static std::optional<at::Tensor> on(const std::optional<at::Tensor>& t, const Launch& launch) {
+    if (!t.has_value()) return t;
+    return t->to(launch.counters.device(), at::kFloat, /*non_blocking=*/true);
+  }
+
+  static std::vector<at::Tensor> tensors(const py::handle& list) {
+    std::vector<at::Tensor> result;
+    for (const auto& t : list) result.push_back(unpack(t.ptr()));
+    return result;
+  }
+
+  void add_launch(const py::dict& from) {
+    Launch launch;
+    int p = 0;
+    for (const auto& plane : from["planes"]) launch.planes[p++] = tensors(plane);
+    launch.steps = tensors(from["steps"]);
+    launch.chunks = tensors(from["chunks"]);
+    launch.packed = tensors(from["packed"]);
+    launch.counters = unpack(py::object(from["counters"]).ptr());
+    launch.hyper = unpack(py::object(from["hyper"]).ptr());
+    launches_.push_back(std::move(launch));
+  }
+
+  void add_parameter(const py::tuple& entry) {
+    PyObject* object = py::object(entry[0]).ptr();
+    const at::Tensor& t = unpack(object);
+    const int group = entry[1].cast<int>();
+    const bool decays = entry[2].cast<bool>();
+    parameters_.push_back({object, data_of(object), t.scalar_type(), t.device(),
+                           c10::DimVector(t.sizes()), c10::DimVector(t.strides()), group,
+                           2 * group + (decays ? 0 : 1), entry[3].cast<int>(),
+                           entry[4].cast<int64_t>(), entry[5].cast<int>(),
+                           entry[6].cast<bool>(), entry[7].cast<int>(),
+                           entry[8].cast<int64_t>()});
+  }
+
+  bool unchanged(const py::list& param_groups, const py::dict& state) const {
+    if (groups_.size() != param_groups.size()) return false;
+    static PyObject* const params = name("params");
+    for (size_t g = 0; g < groups_.size(); ++g) {
+      PyObject* list = PyDict_GetItem(PyList_GET_ITEM(param_groups.ptr(), g), params);
+      if (list == nullptr || !PyList_Check(list)) return false;
+      if (PyList_GET_SIZE(list) != static_cast<Py_ssize_t>(groups_[g].size())) return false;
+      for (size_t i = 0; i < groups_[g].size(); ++i) {
+        if (PyList_GET_ITEM(list, i) != groups_[g][i]) return false;
+      }
+    }
+    if (PyDict_GET_SIZE(state.ptr()) != static_cast<Py_ssize_t>(state_.size())) return false;
+    PyObject *key = nullptr, *value = nullptr, *inner_key = nullptr, *inner = nullptr;
+    size_t entry = 0, next = 0;
+    for (Py_ssize_t at = 0; PyDict_Next(state.ptr(), &at, &key, &value); ++entry) {
+      if (state_[entry].key != key || state_[entry].value != value) return false;
+      if (!state_[entry].watched) continue;
+      for (Py_ssize_t i = 0; PyDict_Next(value, &i, &inner_key, &inner); ++next) {
+        if (next >= values_.size() || values_[next].object != inner) return false;
+        if (values_[next].data != nullptr && data_of(inner) != values_[next].data) return false;
+      }
+    }
+    return next == values_.size();
+  }
+
+  // Fills each launch's lists from the parameters that have a gradient, and rows_ from the groups.
+  int gather(const py::list& param_groups, const py::dict& state) {
+    if (!unchanged(param_groups, state)) return kOutdated;
+    if (!read_rows(param_groups)) return kOutdated;
+    release_tensors();
+    unsupported_.clear();
+    const at::AutoDispatchBelowADInplaceOrView guard;
+    for (size_t i = 0; i < parameters_.size(); ++i) {
+      const Parameter& p = parameters_[i];
+      const at::Tensor& param = unpack(p.object);
+      const c10::TensorImpl* impl = param.unsafeGetTensorImpl();
+      if (impl->data() != p.data || param.scalar_type() != p.dtype || impl->device() != p.device ||
+          impl->sizes() != c10::IntArrayRef(p.sizes) ||
+          impl->strides() != c10::IntArrayRef(p.strides)) {
+        return kOutdated;
+      }
+      const at::Tensor& grad = impl->grad();
+      if (!grad.defined()) continue;
+      if (!supported(param, grad)) {
+        unsupported_.push_back(static_cast<int64_t>(i));
+        continue;
+      }
+      if (p.launch == kFitsNoLaunch || p.planes < planes_needed_[p.group] ||
+          (planes_needed_[p.group] > 0 && !p.has_state)) {
+        return kOutdated;
+      }
+      Launch& launch = launches_[p.launch];
+      launch.params.push_back(param);
+      launch.slots.push_back(p.slot);
+      launch.rows.push_back(p.row);
+      launch.from.push_back(&p);
+      if (same_layout(param, grad)) {
+        launch.grads.push_back(grad);
+      } else {
+        launch.grads.push_back(at::empty_strided(param.sizes(), param.strides(), grad.options()));
+        launch.grads.back().copy_(grad);
+        launch.copies.emplace_back(grad, launch.grads.back());
+      }
+    }
+    return unsupported_.empty() ? kDone : kUnsupported;
+  }
+
+  static bool supported(const at::Tensor& param, const at::Tensor& grad) {
+    return grad.layout() == at::kStrided && grad.scalar_type() == param.scalar_type() &&
+           grad.device() == param.device() && grad.sizes() == param.sizes() &&
+           !grad.key_set().has_any(c10::python_ks);
+  }
+
+  // Equal strides wherever they matter, and no pending negation.
+  static bool same_layout(const at::Tensor& param, const at::Tensor& grad) {
+    if (grad.is_neg()) return false;
+    const auto a = param.strides(), b = grad.strides(), n = param.sizes();
+    for (size_t d = 0; d < n.size(); ++d) {
+      if (n[d] > 1 && a[d] != b[d]) return false;
+    }
+    return true;
+  }
+
+  static double number(PyObject* o) {
+    if (PyFloat_Check(o)) return PyFloat_AS_DOUBLE(o);
+    if (is_tensor(o)) return unpack(o).item().toDouble();
+    const double value = PyFloat_AsDouble(o);
+    if (value == -1.0 && PyErr_Occurred()) throw py::error_already_set();
+    return value;
+  }
+
+  static bool truth(PyObject* group, PyObject* key, bool otherwise) {
+    PyObject* o = PyDict_GetItem(group, key);
+    return o == nullptr ? otherwise : PyObject_IsTrue(o) == 1;
+  }
+
+  static PyObject* get(PyObject* group, PyObject* key) {
+    PyObject* o = PyDict_GetItemWithError(group, key);
+    if (o == nullptr) {
+      if (!PyErr_Occurred()) PyErr_SetObject(PyExc_KeyError, key);
+      throw py::error_already_set();
+    }
+    return o;
+  }
+
+  // A CUDA scalar is read by the kernel, so that nothing waits for it here.
+  bool read_on_device(PyObject* lr) const {
+    if (!is_tensor(lr) || !unpack(lr).is_cuda()) return false;
+    const at::Tensor& t = unpack(lr);
+    if (t.scalar_type() != at::kFloat && t.scalar_type() != at::kDouble) return false;
+    for (const Launch& launch : launches_) {
+      if (launch.counters.device() != t.device()) return false;
+    }
+    return true;
+  }
+
+  bool read_rows(const py::list& param_groups) {
+    static PyObject *const lr = name("lr"), *const weight_decay = name("weight_decay"),
+                    *const momentum = name("momentum"), *const dampening = name("dampening"),
+                    *const nesterov = name("nesterov"), *const betas = name("betas"),
+                    *const eps = name("eps"), *const amsgrad = name("amsgrad"),
+                    *const maximize = name("maximize"),
+                    *const decoupled = name("decoupled_weight_decay");
+    rows_.assign(2 * groups_.size() * kHyperColumns, 0.0);
+    planes_needed_.assign(groups_.size(), 0);
+    for (size_t g = 0; g < groups_.size(); ++g) {
+      PyObject* group = PyList_GET_ITEM(param_groups.ptr(), g);
+      double* row = rows_.data() + 2 * g * kHyperColumns;
+      PyObject* rate = get(group, lr);
+      if (read_on_device(rate)) {
+        row[kLrPointer] =
+            static_cast<double>(reinterpret_cast<uintptr_t>(unpack(rate).const_data_ptr()));
+        row[kLrIsDouble] = unpack(rate).scalar_type() == at::kDouble;
+      } else {
+        row[kLr] = number(rate);
+      }
+      row[kWeightDecay] = number(get(group, weight_decay));
+      int flags = 0;
+      flags |= truth(group, maximize, false) ? kMaximize : 0;
+      flags |= truth(group, decoupled, false) ? kDecoupled : 0;
+      if (adam_) {
+        const py::object pair = py::reinterpret_borrow<py::object>(get(group, betas));
+        row[kBeta1] = number(py::object(pair[py::int_(0)]).ptr());
+        row[kBeta2] = number(py::object(pair[py::int_(1)]).ptr());
+        row[kLogBeta1] = std::log(row[kBeta1]);
+        row[kLogBeta2] = std::log(row[kBeta2]);
+        row[kEps] = number(get(group, eps));
+        flags |= truth(group, amsgrad, false) ? kAmsgrad : 0;
+        planes_needed_[g] = (flags & kAmsgrad) != 0 ? 3 : 2;
+      } else {
+        row[kBeta1] = number(get(group, momentum));
+        row[kBeta2] = number(get(group, dampening));
+        flags |= truth(group, nesterov, false) ? kNesterov : 0;
+        planes_needed_[g] = row[kBeta1] != 0 ? 1 : 0;
+      }
+      row[kFlags] = flags;
+      std::copy(row, row + kHyperColumns, row + kHyperColumns);
+      row[kHyperColumns + kWeightDecay] = 0;
+    }
+    return true;
+  }
+
+  // The values travel as kernel arguments, so the next step may change them at once. A copy made
+  // inside a capture hasn't happened yet: what the table holds is then not known.
+  void set_hyper() {
+    if (rows_ == hyper_) return;
+    static const auto op = find_op<SetHyperOp>("torch_renaissance::set_hyper_");
+    const at::AutoDispatchBelowADInplaceOrView guard;
+    bool captured = false;
+    for (size_t i = 0; i < launches_.size(); ++i) {
+      captured = captured || (launches_[i].hyper.is_cuda() && is_capturing());
+      bool done = false;
+      for (size_t j = 0; j < i; ++j) done = done || launches_[j].hyper.is_same(launches_[i].hyper);
+      if (!done) op.call(launches_[i].hyper, rows_);
+    }
+    hyper_ = rows_;
+    if (captured) hyper_.clear();
+  }
+
+  // The gradients become slices of the packed planes; unscaled ones go back to .grad.
+  void use_packed() {
+    for (Launch& launch : launches_) {
+      launch.copies.clear();
+      for (size_t i = 0; i < launch.grads.size(); ++i) {
+        const Parameter& p = *launch.from[i];
+        at::Tensor slice = launch.packed[p.segment].as_strided(p.sizes, p.strides, p.offset);
+        launch.copies.emplace_back(unpack(p.object).grad(), slice);
+        launch.grads[i] = slice;
+      }
+    }
+  }
+
+  void call(Launch& l, bool counts_skips, const std::optional<at::Tensor>& scale,
+            const std::optional<at::Tensor>& inf) {
+    if (adam_) {
+      static const auto op = find_op<AdamOp>("torch_renaissance::adam_");
+      op.call(l.params, l.grads, l.planes[0], l.planes[1], l.planes[2], l.steps, l.counters,
+              l.chunks, l.slots, l.rows, l.hyper, counts_skips, scale, inf);
+    } else {
+      static const auto op = find_op<SgdOp>("torch_renaissance::sgd_");
+      op.call(l.params, l.grads, l.planes[0], l.steps, l.counters, l.chunks, l.slots, l.rows,
+              l.hyper, counts_skips, scale, inf);
+    }
+  }
+
+  void release_tensors() {
+    for (Launch& launch : launches_) {
+      launch.params.clear();
+      launch.grads.clear();
+      launch.slots.clear();
+      launch.rows.clear();
+      launch.from.clear();
+      launch.copies.clear();
+    }
+  }
+
+  const bool adam_;
+  std::vector<py::object> held_;
+  std::vector<std::vector<PyObject*>> groups_;
+  std::vector<Parameter> parameters_;
+  std::vector<Entry> state_;
+  std::vector<StateValue> values_;
+  std::vector<Launch> launches_;
+  std::vector<double> rows_, hyper_;
+  std::vector<int> planes_needed_;
+  std::vector<int64_t> unsupported_;
+};
+
+// A tensor of its own storage over part of a region: tools that look at storages see an ordinary
+// tensor, and the deleter keeps the region alive.
+py::object slice_of(const py::object& region, int64_t offset, const py::object& like) {
+  const at::Tensor& r = unpack(region.ptr());
+  const at::Tensor& l = unpack(like.ptr());
+  auto data = static_cast<char*>(r.data_ptr()) + offset * r.element_size();
+  at::Tensor slice = at::from_blob(
+      data, l.sizes(), l.strides(), [r](void*) {}, r.options(), r.device());
+  return py::reinterpret_steal<py::object>(THPVariable_Wrap(slice));
+}
+
+int64_t storage_use_count(const py::object& tensor) {
+  return static_cast<int64_t>(unpack(tensor.ptr()).storage().use_count());
+}
+
+// The chunks of tensors with these numbers of elements, at these offsets of their segment.
+py::object chunk_table(const std::vector<int64_t>& numels, const std::vector<int64_t>& offsets,
+                       int64_t element_size) {
+  const int64_t length = kChunkBytes / element_size;
+  std::vector<Chunk> chunks;
+  for (size_t s = 0; s < numels.size(); ++s) {
+    int64_t start = 0;
+    do {  // an empty tensor has one empty chunk: its step counter goes on
+      const auto count = static_cast<int32_t>(std::min(length, numels[s] - start));
+      chunks.push_back({offsets[s] + start, start, count, static_cast<int32_t>(s)});
+      start += length;
+    } while (start < numels[s]);
+  }
+  at::Tensor table = at::empty({static_cast<int64_t>(chunks.size()), kChunkWords}, at::kLong);
+  std::memcpy(table.data_ptr(), chunks.data(), chunks.size() * sizeof(Chunk));
+  return py::reinterpret_steal<py::object>(THPVariable_Wrap(table));
+}
+
+}  // namespace
+
+void bind_host(py::module_& m) {
+  m.attr("MAX_SEGMENTS") = kMaxSegments;
+  m.attr("MAX_SLOTS") = kMaxSlots;
+  m.attr("HYPER_COLUMNS") = int{kHyperColumns};
+  m.attr("COUNTERS") = int{kCounters};
+  m.attr("SKIPPED") = int{kSkipped};
+  m.def("slice_of", slice_of);
+  m.def("storage_use_count", storage_use_count);
+  m.def("is_dense", [](const py::object& tensor) {
+    return unpack(tensor.ptr()).is_non_overlapping_and_dense();
+  });
+  m.def("chunk_table", chunk_table);
+  py::class_<HostStep>(m, "HostStep")
+      .def(py::init<const std::string&>())
+      .def("set_plan", &HostStep::set_plan)
+      .def("run", &HostStep::run)
+      .def("pack", &HostStep::pack)
+      .def("unsupported", &HostStep::unsupported);
+  m.attr("DONE") = int{HostStep::kDone};
+  m.attr("OUTDATED") = int{HostStep::kOutdated};
+  m.attr("UNSUPPORTED") = int{HostStep::kUnsupported};
+}
+
+}  // namespace torch_renaissance

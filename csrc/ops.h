@@ -1,0 +1,79 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// The ops for one device, given what runs an update, packs gradients and writes values there.
+#pragma once
+
+#include <torch/library.h>
+
+#include "checks.h"
+
+namespace torch_renaissance {
+
+// Device: static void update(const Update&, const at::Tensor& like),
+//         static void pack(const Pack&, const at::Tensor& like),
+//         static void write(double* to, at::ArrayRef<double> values, const at::Tensor& like).
+template <typename Device>
+struct Ops {
+  static void sgd_(at::TensorList params, at::TensorList grads, at::TensorList momentum_buffers,
+                   at::TensorList steps, const at::Tensor& counters, at::TensorList chunks,
+                   at::IntArrayRef slots, at::IntArrayRef rows, const at::Tensor& hyper,
+                   bool counts_skips, const std::optional<at::Tensor>& grad_scale,
+                   const std::optional<at::Tensor>& found_inf) {
+    run("sgd_", Rule::kSgd, params, grads, {momentum_buffers}, steps, counters, chunks, slots,
+        rows, hyper, counts_skips, grad_scale, found_inf);
+  }
+
+  static void adam_(at::TensorList params, at::TensorList grads, at::TensorList exp_avgs,
+                    at::TensorList exp_avg_sqs, at::TensorList max_exp_avg_sqs,
+                    at::TensorList steps, const at::Tensor& counters, at::TensorList chunks,
+                    at::IntArrayRef slots, at::IntArrayRef rows, const at::Tensor& hyper,
+                    bool counts_skips, const std::optional<at::Tensor>& grad_scale,
+                    const std::optional<at::Tensor>& found_inf) {
+    run("adam_", Rule::kAdam, params, grads, {exp_avgs, exp_avg_sqs, max_exp_avg_sqs}, steps,
+        counters, chunks, slots, rows, hyper, counts_skips, grad_scale, found_inf);
+  }
+
+  static void pack_(at::TensorList params, at::TensorList grads, at::TensorList planes,
+                    at::TensorList chunks, at::IntArrayRef slots, at::IntArrayRef counts) {
+    if (params.empty()) return;
+    Pack p;
+    std::vector<Slot> described;
+    describe("pack_", p, described, params, grads, slots, {}, {planes}, chunks, counts);
+    Device::pack(p, params.front());
+  }
+
+  static void set_hyper_(const at::Tensor& hyper, at::ArrayRef<double> values) {
+    TORCH_CHECK(hyper.scalar_type() == at::kDouble && hyper.is_contiguous() &&
+                    hyper.numel() == static_cast<int64_t>(values.size()),
+                "set_hyper_: got ", values.size(), " values for ", hyper.numel(), " of ",
+                hyper.scalar_type(), "; expected a contiguous float64 tensor of as many");
+    Device::write(hyper.data_ptr<double>(), values, hyper);
+  }
+
+  static void register_all(torch::Library& m) {
+    m.impl("sgd_", sgd_);
+    m.impl("adam_", adam_);
+    m.impl("pack_", pack_);
+    m.impl("set_hyper_", set_hyper_);
+  }
+
+ private:
+  static void run(const char* op, Rule rule, at::TensorList params, at::TensorList grads,
+                  std::initializer_list<at::TensorList> planes, at::TensorList steps,
+                  const at::Tensor& counters, at::TensorList chunks, at::IntArrayRef slots,
+                  at::IntArrayRef rows, const at::Tensor& hyper, bool counts_skips,
+                  const std::optional<at::Tensor>& grad_scale,
+                  const std::optional<at::Tensor>& found_inf) {
+    if (params.empty()) return;
+    TORCH_CHECK(rows.size() == params.size(), op, ": got ", rows.size(), " rows for ",
+                params.size(), " params");
+    Update u;
+    u.rule = rule;
+    std::vector<Slot> described;
+    describe(op, u, described, params, grads, slots, rows, planes, chunks, slot_counts(steps));
+    describe_update(op, u, params.front(), steps, counters, hyper, rows, counts_skips, grad_scale,
+                    found_inf);
+    Device::update(u, params.front());
+  }
+};
+
+}  // namespace torch_renaissance

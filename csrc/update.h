@@ -1,0 +1,77 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// What an optimizer update walks over: slots (tensors), segments (regions of state) and chunks.
+// Plain C++, for host and device, without torch's headers.
+#pragma once
+
+#include <cstdint>
+
+namespace torch_renaissance {
+
+// A run of elements of one tensor; one CUDA block, or one turn of the CPU loop, updates one chunk.
+struct Chunk {
+  int64_t offset;  // of its first element in the segment's planes
+  int64_t start;   // of its first element in the tensor
+  int32_t count;
+  int32_t slot;  // within the segment
+};
+
+inline constexpr int kChunkBytes = 8192;
+inline constexpr int kChunkWords = sizeof(Chunk) / sizeof(int64_t);
+static_assert(sizeof(Chunk) == 24, "the chunk table is an int64 tensor [n, 3]");
+
+// One parameter of the step: where it and its gradient lie now. A null gradient: leave it alone.
+struct Slot {
+  void* param;
+  void* grad;
+  int32_t row;  // of the table of hyper-parameters
+};
+
+inline constexpr int kMaxPlanes = 3;
+inline constexpr int kMaxSegments = 16;
+// Slots a launch can take: CUDA kernel arguments hold at most 32,764 bytes.
+inline constexpr int64_t kMaxSlots = 1216;
+
+// State planes share offsets; a plane that the segment doesn't need is null.
+struct Segment {
+  void* planes[kMaxPlanes];
+  float* steps;
+  const Chunk* chunks;
+  int64_t n_chunks;
+  int32_t first_slot;
+  int32_t n_slots;
+};
+
+enum Counter : int { kTicket, kSkipped, kCounters };
+
+// Note [Ticket]
+// Every block reads step counters that the same launch must advance. Each block takes a ticket
+// once it has read its counter; whoever draws the last one knows that nobody will read again, and
+// advances all of them. Integer atomics only, so the result doesn't depend on the order.
+
+enum class Rule { kSgd, kAdam };
+enum class ScalarType { kFloat, kDouble, kHalf, kBFloat16 };
+
+struct Update {
+  Rule rule;
+  ScalarType dtype;
+  const Slot* slots;
+  int64_t n_slots;
+  Segment segments[kMaxSegments];
+  int n_segments;
+  const double* hyper;
+  int32_t* counters;
+  const float* grad_scale;  // may be null
+  const float* found_inf;   // may be null
+  bool counts_skips;        // one launch of an optimizer's step counts a skipped step
+};
+
+// Gradients into one plane a segment: planes[0] is written, only slots and segments are read.
+struct Pack {
+  ScalarType dtype;
+  const Slot* slots;
+  int64_t n_slots;
+  Segment segments[kMaxSegments];
+  int n_segments;
+};
+
+}  // namespace torch_renaissance

@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: BSD-3-Clause
+# The benchmarks' own logic: shapes, comparison, bars, tables. Nothing here asserts a time.
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
+
+import common
+import optim_report
+import shapes
+import timers
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    "case, tensors, parameters",
+    [
+        ("mnist_mlp", 8, 1_462_538),
+        ("resnet50", 161, 25_557_032),
+        ("vgg16_bn", 58, 138_365_992),
+        ("vit_b_16", 152, 86_567_656),
+        ("gpt2_124m", 148, 124_439_808),
+        ("gpt2_774m", 436, 774_030_080),
+        ("thousand", 1000, 2_048_000),
+        ("cpu_25m", 160, 25_026_560),
+        ("cpu_500x1000", 500, 500_000),
+    ],
+)
+def test_shapes_have_the_models_counts(case, tensors, parameters):
+    found = shapes.CASES[case]()
+    assert len(found) == tensors
+    assert shapes.parameters(found) == parameters
+
+
+@pytest.mark.parametrize("case", ["resnet50", "vgg16_bn", "vit_b_16"])
+def test_shapes_are_torchvisions(case):
+    models = pytest.importorskip("torchvision.models")
+    with torch.device("meta"):
+        model = getattr(models, case)()
+    assert shapes.CASES[case]() == [tuple(p.shape) for p in model.parameters()]
+
+
+def test_groups_have_an_lr_each_and_hold_every_tensor_once():
+    tensors = shapes.CASES["thousand"]()
+    groups = shapes.split_into_groups("thousand", tensors, lr=1e-3)
+    assert len(groups) == len({g["lr"] for g in groups}) == 50
+    assert [t for g in groups for t in g["params"]] == tensors
+
+
+def record(**ratios):
+    return {"environment": {"gpu": None, "cpu": "a", "torch": "b"}, "ratios": ratios}
+
+
+def test_comparison_takes_keys_of_both():
+    changes = common.compare(record(a=2.0, gone=1.0), record(a=1.5, fresh=9.0))
+    assert [(c.key, c.percent) for c in changes] == [("a", -25.0)]
+
+
+@pytest.mark.parametrize("allowed, fails", [(None, False), (30.0, False), (10.0, True)])
+def test_regression_is_a_fall_beyond_what_is_allowed(allowed, fails, capsys):
+    old, new = record(a=2.0, b=1.0), record(a=1.6, b=3.0)
+    assert common.report_comparison(old, new, allowed) is fails
+    assert ("regression: a fell" in capsys.readouterr().out) is fails
+
+
+def test_comparison_says_when_the_machine_differs(capsys):
+    old = record(a=1.0)
+    old["environment"]["cpu"] = "another"
+    common.report_comparison(old, record(a=1.0), None)
+    assert "note: cpu differs: another then, a now" in capsys.readouterr().out
+
+
+def test_plain_table_is_aligned_and_narrow():
+    text = common.format_table("title", ["name", "µs"], [["a", "1.0"], ["long name", "100.0"]])
+    lines = text.splitlines()
+    assert lines[0] == "title"
+    assert lines[4] == "a            1.0"
+    wide = common.format_table("t" * 200, ["x" * 80, "y" * 80], [["1", "2"]])
+    assert max(map(len, wide.splitlines())) <= common.WIDTH
+
+
+@pytest.mark.parametrize("with_rich", [True, False])
+def test_table_prints_with_and_without_rich(with_rich, monkeypatch, capsys):
+    if with_rich:
+        pytest.importorskip("rich")
+    else:
+        monkeypatch.setitem(sys.modules, "rich", None)
+    common.print_table("title", ["name", "µs"], [["row", "12"]])
+    out = capsys.readouterr().out
+    assert "title" in out and "row" in out
+    assert max(map(len, out.splitlines())) <= common.WIDTH
+
+
+def test_environment_has_what_a_number_needs(tmp_path):
+    found = common.environment(CPU)
+    wanted = {"gpu", "cpu", "cores", "threads", "torch", "cuda", "revision", "command", "date"}
+    assert wanted <= found.keys()
+    common.write_json(tmp_path / "new" / "record.json", found)
+    assert json.loads((tmp_path / "new" / "record.json").read_text()) == found
+
+
+def test_command_line_names_no_folder_outside_the_project():
+    script = str(common.ROOT / "benchmarks" / "bench_optim.py")
+    found = common.command_line([script, "--json", "/elsewhere/a.json", "--quick"])
+    assert found == "python benchmarks/bench_optim.py --json a.json --quick"
+
+
+def test_variants_take_turns():
+    calls = []
+    found = timers.interleave(["a", "b"], 3, lambda name: calls.append(name) or 1e-6)
+    assert calls == ["a", "b"] * 3
+    assert found["a"] == {"median": 1, "q1": 1, "q3": 1, "min": 1, "max": 1, "samples": 3}
+
+
+def test_preparation_runs_before_each_single_step_and_keeps_out_of_b2b():
+    calls = []
+    steps = {
+        "plain": timers.Timed(lambda: calls.append("plain")),
+        "prepared": timers.Timed(lambda: calls.append("run"), lambda: calls.append("prepare")),
+    }
+    assert timers.time_single(steps, CPU, repeats=2)["single"].keys() == steps.keys()
+    assert calls == ["plain", "prepare", "run"] * 2
+    assert timers.time_b2b(steps, CPU, rounds=2, budget=0.0).keys() == {"plain"}
+
+
+def planted(ratio: float, key: str = "cuda/adamw/float32") -> dict:
+    peaks = {"gather": {"first_step": 9, "later_step": 9}}
+    peaks["fused"] = {"first_step": 10, "later_step": 8}
+    return {
+        "key": key,
+        "settings": {"device": key.split("/")[0], "threads": 2},
+        "ratios": {f"{key}/resnet50/b2b/gather": ratio, f"{key}/cpu_25m/b2b/gather": ratio},
+        "cases": {
+            "resnet50": {
+                "parameters": 25_557_032,
+                "padding_fraction": 0.002,
+                "memory": {"all": peaks},
+                "launches": {"gather": {"kernel": 1}},
+            },
+            "gpt2_124m": {"parameters": 124_439_808, "percent_of_copy": {"gather": 91.0}},
+        },
+    }
+
+
+def test_bars_are_judged_on_what_was_measured():
+    found = {b["name"]: b["holds"] for b in optim_report.evaluate_bars(planted(2.9))}
+    assert found == {
+        "resnet50: fused / ours, b2b": True,
+        "gpt2_124m: % of copy bandwidth, gather": False,
+        "resnet50: peak memory, ours / fused, all, first step": True,
+        "resnet50: peak memory, ours / fused, all, later step": False,
+        "resnet50: padding of regions": True,
+        "resnet50: kernels of one step": True,
+    }
+
+
+def test_bars_hold_only_where_they_were_set():
+    assert optim_report.evaluate_bars(planted(9.0, "cuda/sgd/float32")) == []
+    names = [b["name"] for b in optim_report.evaluate_bars(planted(0.9, "cpu/adamw/float32"))]
+    assert names[0] == "cpu_25m: fused / ours, b2b"
+
+
+@pytest.fixture
+def one_thread():
+    threads = torch.get_num_threads()
+    yield ["--threads", "1"]
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("optimizer, allowed, status", [("adamw", [], 0), ("sgd", ["50"], 1)])
+def test_benchmark_runs_agrees_and_compares(
+    optimizer, allowed, status, one_thread, tmp_path, monkeypatch
+):
+    import bench_optim
+
+    key = f"cpu/{optimizer}/float32/tiny/b2b/gather"
+    old, new = tmp_path / "old.json", tmp_path / "new.json"
+    common.write_json(old, record(**{key: 1e9}))  # so any time is a regression
+    monkeypatch.setitem(shapes.CASES, "tiny", lambda: [(8, 4), (8,), (3, 8), (3,)])
+    args = ["--device", "cpu", "--quick", "--cases", "tiny", "--optimizer", optimizer, *one_thread]
+    args += ["--json", str(new), "--compare", str(old)]
+    args += ["--fail-if-regression", *allowed] if allowed else []
+    assert bench_optim.main(args) == status
+    found = json.loads(new.read_text())
+    assert key in found["ratios"]
+    assert all(found["cases"]["tiny"]["check"]["agrees"].values())

@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: BSD-3-Clause
+# The build: what it says of itself, how a wrong one is refused, and who may include or import whom.
+import ast
+import graphlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from torch_renaissance import _ops
+
+ROOT = Path(__file__).resolve().parent.parent
+CSRC = ROOT / "csrc"
+PACKAGE = ROOT / "torch_renaissance"
+
+# design: a module imports from its own row or from rows above it, never in a circle.
+LAYERS = (
+    {"_C"},
+    {"_ops"},
+    {"regions", "amp", "ema", "loss", "lr", "init", "graphs", "data"},
+    {"optim", "distributed"},
+    {"accelerate", "train_step"},
+    {"ab", "__init__", "__main__"},
+)
+
+
+def includes(path):
+    return re.findall(r'^\s*#\s*include\s*[<"]([^>"]+)[>"]', path.read_text(), re.M)
+
+
+def from_torch(header):
+    return header.startswith(("torch/", "ATen/", "c10/", "pybind11/"))
+
+
+def test_build_info():
+    info = _ops.build_info()
+    assert set(info) == {"version", "torch", "cuda", "compiler"}
+    assert info["version"] == _ops.__version__
+    assert info["torch"].split(".")[:2] == torch.__version__.split(".")[:2]
+    assert info["cuda"] is None or re.fullmatch(r"\d+\.\d+", info["cuda"])
+    assert info["compiler"]
+
+
+@pytest.mark.cuda
+def test_cuda_build_fits_torch():
+    assert _ops.build_info()["cuda"].split(".")[0] == torch.version.cuda.split(".")[0]
+
+
+@pytest.mark.parametrize(
+    "extension, message",
+    [
+        pytest.param(None, "has no compiled extension for this Python", id="missing"),
+        pytest.param(
+            "def build_info(): return {'torch': '2.8.1+cpu'}",
+            "was made for torch 2.8.1+cpu, this is torch 2.11.0",
+            id="other-torch",
+        ),
+        pytest.param(
+            "raise ImportError('undefined symbol: _ZN3c10')",
+            "was made for another torch than 2.11.0",
+            id="undefined-symbol",
+        ),
+        pytest.param("def build_info(): return {'torch': '2.11.2'}", None, id="same-minor"),
+    ],
+)
+def test_wrong_build_is_refused(tmp_path, extension, message):
+    """With a stand-in for torch, and without site (-S), where an editable install would step in."""
+    (tmp_path / "torch.py").write_text(
+        "from types import SimpleNamespace\n"
+        "__version__ = '2.11.0'\n"
+        "ops = SimpleNamespace(torch_renaissance=None)\n"
+    )
+    package = tmp_path / "torch_renaissance"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    shutil.copy(PACKAGE / "_ops.py", package)
+    if extension:
+        (package / "_C.py").write_text(extension)
+    result = subprocess.run(
+        [sys.executable, "-S", "-c", "import torch_renaissance._ops"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    if message is None:
+        assert result.returncode == 0, result.stderr
+        return
+    assert result.returncode != 0
+    sentence = result.stderr.strip().splitlines()[-1]
+    assert sentence.startswith("ImportError: ")
+    assert message in sentence
+    assert "`pip install --no-build-isolation .`" in sentence
+    assert "`python setup.py build_ext --inplace`" in sentence
+    assert result.stderr.count("Error: ") == 1, "one error, not a chain"
+
+
+@pytest.mark.parametrize("wish, message", [("yes", "must be 0, 1 or unset"), ("1", "no CUDA")])
+def test_setup_refuses_in_a_sentence(wish, message, monkeypatch):
+    if wish == "1" and torch.version.cuda is None:
+        message = "built without CUDA"
+    script = (
+        "import sys; from torch.utils import cpp_extension; cpp_extension.CUDA_HOME = None;"
+        "import pathlib; pathlib.Path.exists = lambda self: False;"
+        "sys.argv = ['setup.py', 'build_ext']; exec(open('setup.py').read())"
+    )
+    monkeypatch.setenv("TORCH_RENAISSANCE_CUDA", wish)
+    result = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True
+    )
+    assert result.returncode == 1
+    assert message in result.stderr.splitlines()[-1]
+
+
+def test_kernels_include_no_torch_header():
+    files = [*CSRC.glob("cuda/*.cu"), *CSRC.glob("cuda/*.cuh")]
+    assert files
+    assert [(f.name, h) for f in files for h in includes(f) if from_torch(h)] == []
+
+
+def test_formulas_are_plain_cxx():
+    files = list(CSRC.glob("math/*"))
+    assert files
+    for file in files:
+        for header in includes(file):
+            own = (file.parent / header).exists() and "/" not in header
+            standard = re.fullmatch(r"[a-z_]+", header)
+            assert own or standard, f"math/{file.name} includes {header}"
+
+
+def test_csrc_includes_one_way():
+    """math -> cpu, cuda -> bindings: math knows nobody, cpu and cuda do not know each other."""
+    for device, other in (("cpu", "cuda"), ("cuda", "cpu")):
+        for file in (CSRC / device).iterdir():
+            reached = {(file.parent / header).resolve() for header in includes(file)}
+            reached |= {CSRC / header for header in includes(file)}
+            assert not [p for p in reached if p.exists() and p.parent == CSRC / other], file.name
+
+
+def source_files():
+    for folder in ("csrc", "torch_renaissance", "tests", "benchmarks", "examples"):
+        for pattern in ("*.py", "*.cpp", "*.h", "*.cu", "*.cuh"):
+            yield from (ROOT / folder).rglob(pattern)
+    yield from (ROOT / name for name in ("setup.py", "Makefile", ".ci/run"))
+
+
+def test_every_source_file_names_its_licence():
+    without = []
+    for path in source_files():
+        lines = path.read_text().splitlines()
+        head = lines[1:2] if lines and lines[0].startswith("#!") else lines[:1]
+        if not head or "SPDX-License-Identifier: BSD-3-Clause" not in head[0]:
+            without.append(str(path.relative_to(ROOT)))
+    assert without == []
+
+
+def imported_modules(path):
+    """The package's own modules that a file imports, by their first name below the package."""
+    here = path.relative_to(ROOT).with_suffix("").parts
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names = [alias.name.split(".") for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = list(here[: len(here) - node.level]) if node.level else []
+            base += node.module.split(".") if node.module else []
+            names = [base if len(base) > 1 else [*base, alias.name] for alias in node.names]
+        else:
+            continue
+        for name in names:
+            if name[0] != PACKAGE.name:
+                continue
+            module = name[1] if len(name) > 1 else "__init__"
+            known = any(module in layer for layer in LAYERS)
+            exists = (PACKAGE / module).is_dir() or (PACKAGE / f"{module}.py").exists()
+            yield module if known or exists else "__init__"
+
+
+def test_imports_point_one_way():
+    rank = {module: depth for depth, layer in enumerate(LAYERS) for module in layer}
+    graph = {}
+    for path in PACKAGE.rglob("*.py"):
+        importer = path.relative_to(PACKAGE).with_suffix("").parts[0]
+        assert importer in rank, f"{importer} has no place in LAYERS"
+        for module in imported_modules(path):
+            if module == importer:
+                continue
+            assert module in rank, f"{module} has no place in LAYERS"
+            assert rank[module] <= rank[importer], f"{path.name} imports {module}"
+            assert module != "_C" or importer == "_ops", f"{path.name} imports _C; only _ops does"
+            graph.setdefault(importer, set()).add(module)
+    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError

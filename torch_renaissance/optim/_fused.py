@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What our optimizers share: a step of one launch, and torch's meaning of everything else."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.optim import optimizer as _torch
+
+from .._ops import _C
+from ..regions import Kind, Regions, classify
+from . import _native
+from ._plan import Options, Plan, Rule
+
+_SYNCS = 3  # at most: the plan is stale, then a gradient turns out unsupported, then it fits
+
+
+def module_groups(params) -> tuple[object, dict[Tensor, tuple[str, Kind]]]:
+    """An nn.Module as two param groups, weights and bias-like ones without decay; else unchanged."""
+    if not isinstance(params, nn.Module):
+        return params, {}
+    known = classify(params)
+    weights = [p for p, (_, kind) in known.items() if not kind.bias_like]
+    others = [p for p, (_, kind) in known.items() if kind.bias_like]
+    groups = [{"params": weights}, {"params": others, "weight_decay": 0.0}]
+    return [g for g in groups if g["params"]], known
+
+
+class Fused:
+    """Mixed in before a class of torch.optim. Its instances may also be torch's own objects whose
+    class was swapped, so nothing here relies on `__init__`."""
+
+    _step_supports_amp_scaling = True  # GradScaler hands grad_scale and found_inf over
+    _rule: Rule
+    _native: type
+
+    @property
+    def skipped_steps(self) -> int:
+        """How many steps a found infinity has skipped. Waits for the device."""
+        plan = vars(self).get("_plan")
+        return vars(self).get("_skipped_before", 0) + (plan.skipped_steps() if plan else 0)
+
+    def step(self, closure: Callable | None = None):
+        """Updates all parameters that have a gradient; see the torch class of the same name.
+
+        Args:
+            closure: reevaluates the model and returns the loss, with gradients enabled.
+
+        Returns:
+            What `closure` returned, or None.
+
+        Raises:
+            RuntimeError: what torch's step raises for the parameters left to it, and where state
+                doesn't fit its parameter.
+        """
+        if (
+            self._optimizer_step_pre_hooks
+            or self._optimizer_step_post_hooks
+            or _torch._global_optimizer_pre_hooks
+            or _torch._global_optimizer_post_hooks
+            or torch.autograd._profiler_enabled()
+        ):
+            return _step_with_hooks(self, closure)
+        return _plain_step(self, closure)
+
+    step.hooked = True  # torch need not wrap it: hooks and profiler are seen to above
+
+    def pack_gradients(self) -> list[Tensor]:
+        """Copies the gradients into contiguous planes and returns them, one flat tensor a block.
+
+        With `gradients="flat"` only. Parameters without a gradient count as zeros in the planes and
+        stay untouched by the step. The next `step()` updates from the planes, whatever happens to
+        `.grad` in between, so that an all-reduce of them takes effect; `zero_grad()` forgets them.
+
+        Raises:
+            RuntimeError: with `gradients="gather"`.
+        """
+        plan = self._current_plan()
+        if plan.options.gradients != "flat":
+            raise RuntimeError(
+                "pack_gradients: this optimizer gathers its gradients; pass gradients='flat' to "
+                "tr.accelerate for contiguous ones"
+            )
+        self._run(lambda: plan.host.pack(self.param_groups, self.state))
+        self._packed = True
+        return plan.packed()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch.optim.Optimizer.zero_grad; packed gradients are forgotten."""
+        self._packed = False
+        super().zero_grad(set_to_none)
+
+    def state_dict(self) -> dict:
+        """As torch's: the same keys and shapes, `step` on the CPU unless the group is capturable or
+        fused, and nothing for parameters whose every step was skipped."""
+        live = self.state
+        self.state = self._portable_state()
+        try:
+            return super().state_dict()
+        finally:
+            self.state = live
+
+    def __getstate__(self) -> dict:
+        state = super().__getstate__()
+        plan = vars(self).get("_plan")
+        options = plan.options if plan else vars(self).get("_options", Options())
+        return {**state, "_options": options, "_skipped_before": self.skipped_steps}
+
+    def __setstate__(self, state: dict) -> None:
+        super().__setstate__(state)
+        if "_plan" in vars(self):  # a load_state_dict: the values go into our memory
+            self._plan.sync(self)
+
+    def _regions(self) -> Regions:
+        plan = self._current_plan()
+        plan.sync(self)
+        return plan.regions()
+
+    def _current_plan(self) -> Plan:
+        plan = vars(self).get("_plan")
+        if plan is None:
+            plan = self._plan = Plan(self._rule, vars(self).get("_options") or Options())
+        return plan
+
+    def _run(self, attempt: Callable[[], int]) -> None:
+        plan = self._current_plan()
+        for _ in range(_SYNCS):
+            answer = attempt()
+            if answer == _C.DONE:
+                return
+            if answer == _C.UNSUPPORTED:
+                plan.leave_to_torch(plan.host.unsupported())
+            plan.sync(self)
+        if attempt() != _C.DONE:
+            raise RuntimeError(
+                f"{type(self).__name__}.step: parameters or state change while the step prepares; "
+                "don't modify them from another thread"
+            )
+
+    def _update(self) -> None:
+        plan = self._current_plan()
+        own = vars(self)
+        if plan.options.gradients == "flat" and not own.get("_packed"):
+            self.pack_gradients()
+        scale, found_inf, packed = own.get("grad_scale"), own.get("found_inf"), own.get("_packed")
+        self._packed = False
+
+        def attempt() -> int:
+            return plan.host.run(self.param_groups, self.state, scale, found_inf, bool(packed))
+
+        if plan.native:
+            self._update_native(plan)
+        had = set(plan.native)
+        self._run(attempt)
+        if plan.native.keys() - had:
+            self._update_native(plan, plan.native.keys() - had)
+
+    def _update_native(self, plan: Plan, params=None) -> None:
+        def decays(p: Tensor) -> bool:
+            kind = plan.options.known.get(p, (None, Kind.BIAS if p.ndim <= 1 else None))[1]
+            return plan.options.decay_bias_like or kind is None or not kind.bias_like
+
+        _native.step(self, self._native, set(plan.native if params is None else params), decays)
+
+    def _portable_state(self) -> defaultdict:
+        plan = vars(self).get("_plan")
+        result = defaultdict(dict, self.state)
+        if plan is None:
+            return result
+        steps: dict[int, Tensor] = {}
+        for p, slot in plan.slots.items():
+            entry = self.state.get(p)
+            if slot.block is None or not entry:
+                continue
+            counts = steps.setdefault(id(slot.block), slot.block.steps.cpu())
+            if counts[slot.index] == 0 and not any(
+                entry[k].any() for k in self._rule.planes if entry.get(k) is not None
+            ):
+                del result[p]
+                continue
+            group = self.param_groups[slot.group]
+            hosted = not (group.get("capturable") or group.get("fused"))
+            if "step" in entry and hosted and slot.block.device.type != "cpu":
+                result[p] = {**entry, "step": counts[slot.index].clone()}
+        return result
+
+
+def _plain_step(self, closure: Callable | None = None):
+    loss = None
+    if closure is not None:
+        with torch.enable_grad():
+            loss = closure()
+    self._update()
+    return loss
+
+
+_step_with_hooks = torch.optim.Optimizer.profile_hook_step(_plain_step)

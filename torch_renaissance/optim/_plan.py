@@ -1,0 +1,400 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Keeps an optimizer's regions in step with what its user does to parameters, groups and state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from .._ops import _C, build_info
+from ..regions import Block, Kind, Plane, Regions, Slot
+
+_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+
+
+@dataclass
+class Options:
+    """What `accelerate` was told, and what it learned from the module; travels with pickles."""
+
+    decay_bias_like: bool = True
+    gradients: str = "gather"
+    known: dict[Tensor, tuple[str, Kind]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """An optimizer's formula: its name in C++, the planes of its state by torch's names in torch's
+    order, those that a group needs, and whether `step` is among its state."""
+
+    name: str
+    planes: dict[str, Plane]
+    needed: Callable[[dict], tuple[str, ...]]
+    shows_step: bool
+
+
+class Plan:
+    """Slots, blocks and launches of one optimizer.
+
+    `sync` makes them fit the optimizer as it is now; `host` then runs steps until it finds that
+    something has changed.
+    """
+
+    def __init__(self, rule: Rule, options: Options):
+        self.rule, self.options = rule, options
+        self.slots: dict[Tensor, Slot] = {}
+        self.native: dict[Tensor, str] = {}
+        self.blocks: list[Block] = []
+        self.host = _C.HostStep(rule.name)
+        self._pending: list[tuple[dict, str, Tensor]] = []  # state entries to rebind at the end
+        self._tables: dict[torch.device, tuple[Tensor, Tensor]] = {}
+        self._entries: list[Slot] = []
+
+    # -- what the outside asks for ---------------------------------------------------------------
+
+    def sync(self, optimizer: torch.optim.Optimizer) -> None:
+        """Adopts new parameters, moved ones and foreign state; makes state for new gradients."""
+        self._pending.clear()
+        with torch.no_grad():
+            moves = self._place(optimizer)
+            self._keep_state(optimizer)
+            self._make_state(optimizer)
+            # Until here only our own memory was written, so a failure has changed nothing.
+            for p, weight in moves:
+                p.data = weight
+            for entry, key, value in self._pending:
+                entry[key] = value
+            self._prune()
+            self._hand_over(optimizer)
+
+    def leave_to_torch(self, entries: Sequence[int]) -> None:
+        """Parameters whose gradient the kernels don't take are torch's from now on."""
+        for slot in [self._entries[i] for i in entries]:
+            grad = slot.param.grad
+            self._drop(slot.param, f"gradient {grad.layout} {grad.dtype} {type(grad).__name__}")
+
+    def regions(self) -> Regions:
+        names = {p: self._describe(p, f"parameter {i}")[0] for i, p in enumerate(self.native)}
+        return Regions(
+            list(self.slots.values()),
+            self.blocks,
+            {names[p]: why for p, why in self.native.items()},
+        )
+
+    def skipped_steps(self) -> int:
+        return sum(int(counters[_C.SKIPPED]) for counters, _ in self._tables.values())
+
+    def packed(self) -> list[Tensor]:
+        return [b.planes[Plane.G] for b in self._stateful()]
+
+    # -- parameters ------------------------------------------------------------------------------
+
+    def _describe(self, p: Tensor, otherwise: str) -> tuple[str, Kind]:
+        kind = Kind.BIAS if p.ndim <= 1 else Kind.OTHER_WEIGHT
+        return self.options.known.get(p, (otherwise, kind))
+
+    def _drop(self, p: Tensor, why: str) -> None:
+        self.slots.pop(p, None)
+        self.native[p] = why
+
+    def _place(self, optimizer) -> list[tuple[Tensor, Tensor]]:
+        """Gives every parameter a slot or leaves it to torch; returns (parameter, new memory)."""
+        present: dict[Tensor, int] = {}
+        fresh: list[Slot] = []
+        for g, group in enumerate(optimizer.param_groups):
+            for i, p in enumerate(group["params"]):
+                present[p] = g
+                slot = self.slots.get(p)
+                if slot is not None and slot.made_for != _made_for(p):
+                    slot = self._convert(slot, optimizer.state.get(p))
+                if slot is not None:
+                    slot.group = g
+                elif p not in self.native and (p.requires_grad or p.grad is not None):
+                    why = why_native(p, group)
+                    if why:
+                        self.native[p] = why
+                        continue
+                    names = group.get("param_names")
+                    name = names[i] if names else f"param_groups[{g}]['params'][{i}]"
+                    fresh.append(Slot(p, *self._describe(p, name), g, True, _made_for(p)))
+        for gone in [p for p in self.slots if p not in present]:
+            del self.slots[gone]
+        for gone in [p for p in self.native if p not in present]:
+            del self.native[gone]
+        self.slots.update({s.param: s for s in fresh})
+        for slot in self.slots.values():
+            slot.decays = self.options.decay_bias_like or not slot.kind.bias_like
+        for p in _overlapping(list(self.slots)):
+            self._drop(p, "shares memory with another parameter")
+        fresh = [s for s in fresh if s.param in self.slots]
+        return self._give_homes(fresh)
+
+    def _give_homes(self, fresh: list[Slot]) -> list[tuple[Tensor, Tensor]]:
+        for s in fresh:
+            s.why_loose = why_loose(s.param)
+        moves = []
+        for slots in _batches([s for s in fresh if not s.why_loose], lambda s: ()):
+            block = Block(slots, [Plane.W])
+            for i, s in enumerate(slots):
+                s.home, s.home_index = block, i
+                moves.append((s.param, block.slice(Plane.W, i).copy_(s.param)))
+            self.blocks.append(block)
+        return moves
+
+    def _convert(self, slot: Slot, state: dict | None) -> None:
+        """After `model.to(...)` or `p.data = ...` of another dtype, device or layout: the parameter
+        starts anew, unless state of the old kind is left, which torch will judge."""
+        del self.slots[slot.param]
+        kept = [v for k, v in (state or {}).items() if k in self.rule.planes]
+        if any(_kind_of(t) != _kind_of(slot.param) for t in kept if isinstance(t, Tensor)):
+            self.native[slot.param] = "its state has another dtype or device"
+
+    def _prune(self) -> None:
+        """Lets go of memory that nothing lies in any more."""
+        slots = list(self.slots.values())
+        for block in self.blocks:
+            if Plane.W in block.planes and all(s.loose for s in slots if s.home is block):
+                del block.planes[Plane.W]
+                for s in slots:
+                    s.home = None if s.home is block else s.home
+        used = {id(b) for s in slots for b in (s.home, s.block)}
+        self.blocks = [b for b in self.blocks if id(b) in used]
+
+    # -- state -----------------------------------------------------------------------------------
+
+    def _keep_state(self, optimizer) -> None:
+        """Copies state that is not ours into our slices; forgets what the user deleted."""
+        wanting = [
+            s
+            for s in self.slots.values()
+            if s.block is None and optimizer.state.get(s.param) and self._needs(optimizer, s)
+        ]
+        self._give_blocks(optimizer, wanting)
+        for slot in list(self.slots.values()):
+            if slot.block is None:
+                continue
+            entry = optimizer.state.get(slot.param)
+            if not entry:
+                self._forget(slot)
+                continue
+            for key in self.rule.planes:
+                self._adopt(slot, entry, key)
+            if self.rule.shows_step and slot.state:
+                self._adopt(slot, entry, "step")
+
+    def _adopt(self, slot: Slot, entry: dict, key: str) -> None:
+        mine, value = slot.state.get(key), entry.get(key)
+        if value is None:
+            return
+        if mine is None:
+            self._add_plane(slot.block, key)
+            mine = slot.state[key]
+        if value is mine and mine.data_ptr() == self._address(slot, key):
+            return
+        if isinstance(value, Tensor) and value.device.type == "cpu" and value.is_shared():
+            self._drop(slot.param, f"its {key} lies in shared memory")
+            return
+        if value is mine:  # moved away under our hands, by `.data =` say: its values count
+            value, mine = mine.clone(), self._slice(slot, key)
+            slot.state[key] = mine
+        value = torch.as_tensor(value)
+        if value.numel() != mine.numel() or (key != "step" and value.shape != mine.shape):
+            raise RuntimeError(
+                f"optimizer.state[{slot.name!r}][{key!r}] has shape {list(value.shape)}, its "
+                f"parameter {list(mine.shape)}; load a state_dict of the same model"
+            )
+        mine.copy_(value.reshape(mine.shape) if key == "step" else value)
+        self._pending.append((entry, key, mine))
+        if not self.rule.shows_step:  # a momentum buffer that exists has begun
+            slot.block.steps[slot.index].clamp_(min=1)
+
+    def _forget(self, slot: Slot) -> None:
+        if slot.state:
+            slot.block.steps[slot.index].zero_()
+            for key in self.rule.planes:
+                if key in slot.state:
+                    slot.state[key].zero_()
+
+    def _make_state(self, optimizer) -> None:
+        """State as torch makes it: for a parameter that has a gradient, when it first has one."""
+        active = [s for s in self.slots.values() if s.param.grad is not None]
+        self._give_blocks(optimizer, [s for s in active if s.block is None])
+        for slot in active:
+            for key in self._needs(optimizer, slot):
+                self._add_plane(slot.block, key)
+        for slot in active:
+            keys = self._needs(optimizer, slot)
+            if not keys:
+                continue
+            entry = optimizer.state[slot.param]
+            for key in ("step", *keys) if self.rule.shows_step else keys:
+                if entry.get(key) is None:
+                    entry[key] = slot.state[key]
+
+    def _needs(self, optimizer, slot: Slot) -> tuple[str, ...]:
+        return self.rule.needed(optimizer.param_groups[slot.group])
+
+    def _give_blocks(self, optimizer, slots: list[Slot]) -> None:
+        for batch in _batches(slots, lambda s: self._needs(optimizer, s)):
+            home = batch[0].home
+            # Where all tensors of a block of weights begin together, state joins them there.
+            block = home if home and home.slots == batch and not _has_state(home) else None
+            keys = self._needs(optimizer, batch[0])
+            planes = [self.rule.planes[k] for k in keys]
+            if self.options.gradients == "flat":
+                planes.append(Plane.G)
+            if block is None:
+                block = Block(batch, planes)
+                self.blocks.append(block)
+            for plane in planes:
+                block.add(plane)
+            for i, s in enumerate(batch):
+                s.block, s.index = block, i
+                s.state = {"step": block.step_of(i)} if self.rule.shows_step else {}
+                s.state |= {k: block.slice(self.rule.planes[k], i) for k in keys}
+
+    def _add_plane(self, block: Block, key: str) -> None:
+        block.add(self.rule.planes[key])
+        for s in block.slots:
+            if s.block is block and key not in s.state:
+                s.state[key] = block.slice(self.rule.planes[key], s.index)
+
+    def _slice(self, slot: Slot, key: str) -> Tensor:
+        if key == "step":
+            return slot.block.step_of(slot.index)
+        return slot.block.slice(self.rule.planes[key], slot.index)
+
+    def _address(self, slot: Slot, key: str) -> int:
+        if key == "step":
+            return slot.block.steps.data_ptr() + slot.block.steps.element_size() * slot.index
+        return slot.block.address(self.rule.planes[key], slot.index)
+
+    # -- launches --------------------------------------------------------------------------------
+
+    def _stateful(self) -> list[Block]:
+        used = {id(s.block) for s in self.slots.values() if s.block is not None}
+        return [b for b in self.blocks if id(b) in used]
+
+    def _table(self, device: torch.device, n_groups: int) -> tuple[Tensor, Tensor]:
+        """Counters and the table of hyper-parameters of a device."""
+        counters, hyper = self._tables.get(device, (None, None))
+        if counters is None:
+            counters = torch.zeros(_C.COUNTERS, dtype=torch.int32, device=device)
+        if hyper is None or hyper.shape[0] != 2 * n_groups:
+            hyper = torch.zeros(2 * n_groups, _C.HYPER_COLUMNS, dtype=torch.float64, device=device)
+        self._tables[device] = counters, hyper
+        return counters, hyper
+
+    def _hand_over(self, optimizer) -> None:
+        launches: list[dict] = []
+        place: dict[int, tuple[int, int, int]] = {}  # block -> launch, first slot, segment
+        open_launch: dict[tuple, int] = {}
+        for block in self._stateful():
+            kind = (block.device, block.dtype)
+            at = open_launch.get(kind)
+            if at is None or not _fits(launches[at], block):
+                at = open_launch[kind] = len(launches)
+                counters, hyper = self._table(block.device, len(optimizer.param_groups))
+                launches.append(
+                    {"planes": [[], [], []], "steps": [], "chunks": [], "packed": []}
+                    | {"counters": counters, "hyper": hyper}
+                )
+            launch = launches[at]
+            first = sum(len(s) for s in launch["steps"])
+            place[id(block)] = (at, first, len(launch["steps"]))
+            none = torch.empty(0, dtype=block.dtype, device=block.device)
+            for i, plane in enumerate(self.rule.planes.values()):
+                launch["planes"][i].append(block.planes.get(plane, none))
+            launch["steps"].append(block.steps)
+            launch["chunks"].append(block.chunks)
+            launch["packed"].append(block.planes.get(Plane.G, none))
+        self._entries = list(self.slots.values())
+        entries = []
+        for s in self._entries:
+            at, first, segment = place.get(id(s.block), (-1, 0, 0))
+            planes = sum(p in s.block.planes for p in self.rule.planes.values()) if s.block else 0
+            offset = s.block.offsets[s.index] if s.block else 0
+            has_state = bool(optimizer.state.get(s.param))
+            entries.append(
+                (s.param, s.group, s.decays, at, first + s.index, planes, has_state)
+                + (segment, offset)
+            )
+        groups = [list(g["params"]) for g in optimizer.param_groups]
+        self.host.set_plan(groups, optimizer.state, entries, launches)
+
+
+def why_native(p: Tensor, group: dict) -> str:
+    """Why the kernels can't update `p`, or an empty string."""
+    if group.get("differentiable"):
+        return "differentiable=True"
+    if type(p) not in (nn.Parameter, Tensor):
+        return f"is a {type(p).__name__}"
+    if p.layout != torch.strided or p.dtype not in _DTYPES:
+        return f"{p.layout} {p.dtype}"
+    if p.device.type != "cpu" and not (p.device.type == "cuda" and build_info()["cuda"]):
+        return f"no kernels for {p.device.type}"
+    if not _C.is_dense(p):
+        return f"strides {p.stride()} leave gaps"
+    return "is an inference tensor" if p.is_inference() else ""
+
+
+def why_loose(p: Tensor) -> str:
+    """Why the weight can't be moved into a region without changing its meaning, or ''."""
+    if _C.storage_use_count(p) > 1:
+        return "its storage is shared"
+    storage = p.untyped_storage()
+    if p.storage_offset() or storage.nbytes() != p.nbytes:
+        return "it is a view of a larger buffer"
+    if p.device.type == "cpu" and (storage.is_shared() or storage.is_pinned()):
+        return "it lies in shared or pinned memory"
+    return ""
+
+
+def _kind_of(t: Tensor) -> tuple:
+    return t.dtype, t.device
+
+
+def _made_for(p: Tensor) -> tuple:
+    return p.dtype, p.device, p.shape, p.stride()
+
+
+def _overlapping(params: list[Tensor]) -> list[Tensor]:
+    """Those whose memory another one of them uses too."""
+    spans = sorted(
+        (str(p.device), p.data_ptr(), p.data_ptr() + p.nbytes, i)
+        for i, p in enumerate(params)
+        if p.numel()
+    )
+    found: set[int] = set()
+    last = ("", 0, 0, -1)  # of those before, the one that reaches farthest
+    for span in spans:
+        if span[0] == last[0] and span[1] < last[2]:
+            found |= {span[3], last[3]}
+        if span[0] != last[0] or span[2] > last[2]:
+            last = span
+    return [params[i] for i in sorted(found)]
+
+
+def _has_state(block: Block) -> bool:
+    return any(s.block is block for s in block.slots)
+
+
+def _batches(slots: list[Slot], needs: Callable[[Slot], tuple]) -> list[list[Slot]]:
+    """Slots that can share a block: same device, dtype and needs; sorted by group and kind."""
+    batches: dict[tuple, list[Slot]] = {}
+    for s in slots:
+        batches.setdefault((*_kind_of(s.param), needs(s)), []).append(s)
+    result = []
+    for batch in batches.values():
+        batch.sort(key=lambda s: (s.group, s.kind))
+        result += [
+            batch[i : i + _C.MAX_SLOTS] for i in range(0, len(batch), _C.MAX_SLOTS)
+        ]
+    return result
+
+
+def _fits(launch: dict, block: Block) -> bool:
+    slots = sum(len(s) for s in launch["steps"]) + len(block.slots)
+    return slots <= _C.MAX_SLOTS and len(launch["steps"]) < _C.MAX_SEGMENTS
