@@ -31,6 +31,7 @@ CXX_FLAGS = [
 ]
 NVCC_FLAGS = [
     "-O3",
+    "-fmad=false",  # the formulas say where to fuse
     "-lineinfo",
     "-Xcompiler=-fvisibility=hidden,-Wall",
     # torch forbids these conversions in its own kernels; ours include no torch header

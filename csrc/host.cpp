@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "capture.h"
+#include "checks.h"
 #include "math/hyper.h"
 #include "update.h"
 
@@ -70,16 +71,38 @@ const at::Tensor& unpack(PyObject* object) { return THPVariable_Unpack(object); 
 
 bool is_tensor(PyObject* object) { return THPVariable_Check(object); }
 
-using SgdOp = void(at::TensorList, at::TensorList, at::TensorList, at::TensorList,
-                   const at::Tensor&, at::TensorList, at::IntArrayRef, at::IntArrayRef,
-                   const at::Tensor&, bool, const std::optional<at::Tensor>&,
+using SgdOp = void(at::TensorList,
+                   at::TensorList,
+                   at::TensorList,
+                   at::TensorList,
+                   const at::Tensor&,
+                   at::TensorList,
+                   at::IntArrayRef,
+                   at::IntArrayRef,
+                   const at::Tensor&,
+                   bool,
+                   const std::optional<at::Tensor>&,
                    const std::optional<at::Tensor>&);
-using AdamOp = void(at::TensorList, at::TensorList, at::TensorList, at::TensorList,
-                    at::TensorList, at::TensorList, const at::Tensor&, at::TensorList,
-                    at::IntArrayRef, at::IntArrayRef, const at::Tensor&, bool,
-                    const std::optional<at::Tensor>&, const std::optional<at::Tensor>&);
-using PackOp = void(at::TensorList, at::TensorList, at::TensorList, at::TensorList,
-                    at::IntArrayRef, at::IntArrayRef);
+using AdamOp = void(at::TensorList,
+                    at::TensorList,
+                    at::TensorList,
+                    at::TensorList,
+                    at::TensorList,
+                    at::TensorList,
+                    const at::Tensor&,
+                    at::TensorList,
+                    at::IntArrayRef,
+                    at::IntArrayRef,
+                    const at::Tensor&,
+                    bool,
+                    const std::optional<at::Tensor>&,
+                    const std::optional<at::Tensor>&);
+using PackOp = void(at::TensorList,
+                    at::TensorList,
+                    at::TensorList,
+                    at::TensorList,
+                    at::IntArrayRef,
+                    at::IntArrayRef);
 using SetHyperOp = void(const at::Tensor&, at::ArrayRef<double>);
 
 template <typename Signature>
@@ -95,8 +118,12 @@ class HostStep {
   explicit HostStep(const std::string& rule) : adam_(rule == "adam") {}
 
   // Takes a plan over: groups as lists of parameters, the optimizer's state, what each parameter
-  // is (`entries`), and the launches. Holds all objects, so that an identity is never reused.
-  void set_plan(const py::list& groups, const py::dict& state, const py::list& entries,
+  // is (`entries`), those that have no slot unless they get a gradient (`frozen`), and the
+  // launches. Holds all objects, so that an identity is never reused.
+  void set_plan(const py::list& groups,
+                const py::dict& state,
+                const py::list& entries,
+                const py::list& frozen,
                 const py::list& launches) {
     groups_.clear();
     parameters_.clear();
@@ -105,6 +132,8 @@ class HostStep {
     launches_.clear();
     hyper_.clear();
     held_.clear();
+    frozen_.clear();
+    for (const auto& p : frozen) frozen_.push_back(p.ptr());
     for (const auto& group : groups) {
       std::vector<PyObject*> objects;
       for (const auto& p : group) {
@@ -132,8 +161,11 @@ class HostStep {
   }
 
   // One step. grad_scale and found_inf: tensors on any device, or None.
-  int run(const py::list& param_groups, const py::dict& state, const py::object& grad_scale,
-          const py::object& found_inf, bool from_packed) {
+  int run(const py::list& param_groups,
+          const py::dict& state,
+          const py::object& grad_scale,
+          const py::object& found_inf,
+          bool from_packed) {
     int answer = gather(param_groups, state);
     if (answer != kDone) return answer;
     if (from_packed) use_packed();
@@ -225,11 +257,19 @@ class HostStep {
     const at::Tensor& t = unpack(object);
     const int group = entry[1].cast<int>();
     const bool decays = entry[2].cast<bool>();
-    parameters_.push_back({object, data_of(object), t.scalar_type(), t.device(),
-                           c10::DimVector(t.sizes()), c10::DimVector(t.strides()), group,
-                           2 * group + (decays ? 0 : 1), entry[3].cast<int>(),
-                           entry[4].cast<int64_t>(), entry[5].cast<int>(),
-                           entry[6].cast<bool>(), entry[7].cast<int>(),
+    parameters_.push_back({object,
+                           data_of(object),
+                           t.scalar_type(),
+                           t.device(),
+                           c10::DimVector(t.sizes()),
+                           c10::DimVector(t.strides()),
+                           group,
+                           2 * group + (decays ? 0 : 1),
+                           entry[3].cast<int>(),
+                           entry[4].cast<int64_t>(),
+                           entry[5].cast<int>(),
+                           entry[6].cast<bool>(),
+                           entry[7].cast<int>(),
                            entry[8].cast<int64_t>()});
   }
 
@@ -261,7 +301,10 @@ class HostStep {
   // Fills each launch's lists from the parameters that have a gradient, and rows_ from the groups.
   int gather(const py::list& param_groups, const py::dict& state) {
     if (!unchanged(param_groups, state)) return kOutdated;
-    if (!read_rows(param_groups)) return kOutdated;
+    for (PyObject* p : frozen_) {
+      if (unpack(p).unsafeGetTensorImpl()->grad().defined()) return kOutdated;
+    }
+    read_rows(param_groups);
     release_tensors();
     unsupported_.clear();
     const at::AutoDispatchBelowADInplaceOrView guard;
@@ -289,7 +332,7 @@ class HostStep {
       launch.slots.push_back(p.slot);
       launch.rows.push_back(p.row);
       launch.from.push_back(&p);
-      if (same_layout(param, grad)) {
+      if (!grad.is_neg() && same_layout(param, grad)) {
         launch.grads.push_back(grad);
       } else {
         launch.grads.push_back(at::empty_strided(param.sizes(), param.strides(), grad.options()));
@@ -304,16 +347,6 @@ class HostStep {
     return grad.layout() == at::kStrided && grad.scalar_type() == param.scalar_type() &&
            grad.device() == param.device() && grad.sizes() == param.sizes() &&
            !grad.key_set().has_any(c10::python_ks);
-  }
-
-  // Equal strides wherever they matter, and no pending negation.
-  static bool same_layout(const at::Tensor& param, const at::Tensor& grad) {
-    if (grad.is_neg()) return false;
-    const auto a = param.strides(), b = grad.strides(), n = param.sizes();
-    for (size_t d = 0; d < n.size(); ++d) {
-      if (n[d] > 1 && a[d] != b[d]) return false;
-    }
-    return true;
   }
 
   static double number(PyObject* o) {
@@ -349,13 +382,13 @@ class HostStep {
     return true;
   }
 
-  bool read_rows(const py::list& param_groups) {
+  void read_rows(const py::list& param_groups) {
     static PyObject *const lr = name("lr"), *const weight_decay = name("weight_decay"),
-                    *const momentum = name("momentum"), *const dampening = name("dampening"),
-                    *const nesterov = name("nesterov"), *const betas = name("betas"),
-                    *const eps = name("eps"), *const amsgrad = name("amsgrad"),
-                    *const maximize = name("maximize"),
-                    *const decoupled = name("decoupled_weight_decay");
+                           *const momentum = name("momentum"), *const dampening = name("dampening"),
+                           *const nesterov = name("nesterov"), *const betas = name("betas"),
+                           *const eps = name("eps"), *const amsgrad = name("amsgrad"),
+                           *const maximize = name("maximize"),
+                           *const decoupled = name("decoupled_weight_decay");
     rows_.assign(2 * groups_.size() * kHyperColumns, 0.0);
     planes_needed_.assign(groups_.size(), 0);
     for (size_t g = 0; g < groups_.size(); ++g) {
@@ -392,7 +425,6 @@ class HostStep {
       std::copy(row, row + kHyperColumns, row + kHyperColumns);
       row[kHyperColumns + kWeightDecay] = 0;
     }
-    return true;
   }
 
   // The values travel as kernel arguments, so the next step may change them at once. A copy made
@@ -418,23 +450,48 @@ class HostStep {
       launch.copies.clear();
       for (size_t i = 0; i < launch.grads.size(); ++i) {
         const Parameter& p = *launch.from[i];
-        at::Tensor slice = launch.packed[p.segment].as_strided(p.sizes, p.strides, p.offset);
+        const at::Tensor& plane = launch.packed[p.segment];
+        at::Tensor slice = plane.as_strided(p.sizes, p.strides, plane.storage_offset() + p.offset);
         launch.copies.emplace_back(unpack(p.object).grad(), slice);
         launch.grads[i] = slice;
       }
     }
   }
 
-  void call(Launch& l, bool counts_skips, const std::optional<at::Tensor>& scale,
+  void call(Launch& l,
+            bool counts_skips,
+            const std::optional<at::Tensor>& scale,
             const std::optional<at::Tensor>& inf) {
     if (adam_) {
       static const auto op = find_op<AdamOp>("torch_renaissance::adam_");
-      op.call(l.params, l.grads, l.planes[0], l.planes[1], l.planes[2], l.steps, l.counters,
-              l.chunks, l.slots, l.rows, l.hyper, counts_skips, scale, inf);
+      op.call(l.params,
+              l.grads,
+              l.planes[0],
+              l.planes[1],
+              l.planes[2],
+              l.steps,
+              l.counters,
+              l.chunks,
+              l.slots,
+              l.rows,
+              l.hyper,
+              counts_skips,
+              scale,
+              inf);
     } else {
       static const auto op = find_op<SgdOp>("torch_renaissance::sgd_");
-      op.call(l.params, l.grads, l.planes[0], l.steps, l.counters, l.chunks, l.slots, l.rows,
-              l.hyper, counts_skips, scale, inf);
+      op.call(l.params,
+              l.grads,
+              l.planes[0],
+              l.steps,
+              l.counters,
+              l.chunks,
+              l.slots,
+              l.rows,
+              l.hyper,
+              counts_skips,
+              scale,
+              inf);
     }
   }
 
@@ -452,6 +509,7 @@ class HostStep {
   const bool adam_;
   std::vector<py::object> held_;
   std::vector<std::vector<PyObject*>> groups_;
+  std::vector<PyObject*> frozen_;  // held by held_, as members of groups_
   std::vector<Parameter> parameters_;
   std::vector<Entry> state_;
   std::vector<StateValue> values_;
@@ -467,8 +525,8 @@ py::object slice_of(const py::object& region, int64_t offset, const py::object& 
   const at::Tensor& r = unpack(region.ptr());
   const at::Tensor& l = unpack(like.ptr());
   auto data = static_cast<char*>(r.data_ptr()) + offset * r.element_size();
-  at::Tensor slice = at::from_blob(
-      data, l.sizes(), l.strides(), [r](void*) {}, r.options(), r.device());
+  at::Tensor slice =
+      at::from_blob(data, l.sizes(), l.strides(), [r](void*) {}, r.options(), r.device());
   return py::reinterpret_steal<py::object>(THPVariable_Wrap(slice));
 }
 
@@ -477,7 +535,8 @@ int64_t storage_use_count(const py::object& tensor) {
 }
 
 // The chunks of tensors with these numbers of elements, at these offsets of their segment.
-py::object chunk_table(const std::vector<int64_t>& numels, const std::vector<int64_t>& offsets,
+py::object chunk_table(const std::vector<int64_t>& numels,
+                       const std::vector<int64_t>& offsets,
                        int64_t element_size) {
   const int64_t length = kChunkBytes / element_size;
   std::vector<Chunk> chunks;

@@ -4,6 +4,8 @@
 
 #include <torch/library.h>
 
+#include <algorithm>
+
 #include "checks.h"
 
 namespace torch_renaissance {
@@ -13,27 +15,70 @@ namespace torch_renaissance {
 //         static void write(double* to, at::ArrayRef<double> values, const at::Tensor& like).
 template <typename Device>
 struct Ops {
-  static void sgd_(at::TensorList params, at::TensorList grads, at::TensorList momentum_buffers,
-                   at::TensorList steps, const at::Tensor& counters, at::TensorList chunks,
-                   at::IntArrayRef slots, at::IntArrayRef rows, const at::Tensor& hyper,
-                   bool counts_skips, const std::optional<at::Tensor>& grad_scale,
+  static void sgd_(at::TensorList params,
+                   at::TensorList grads,
+                   at::TensorList momentum_buffers,
+                   at::TensorList steps,
+                   const at::Tensor& counters,
+                   at::TensorList chunks,
+                   at::IntArrayRef slots,
+                   at::IntArrayRef rows,
+                   const at::Tensor& hyper,
+                   bool counts_skips,
+                   const std::optional<at::Tensor>& grad_scale,
                    const std::optional<at::Tensor>& found_inf) {
-    run("sgd_", Rule::kSgd, params, grads, {momentum_buffers}, steps, counters, chunks, slots,
-        rows, hyper, counts_skips, grad_scale, found_inf);
+    run("sgd_",
+        Rule::kSgd,
+        params,
+        grads,
+        {momentum_buffers},
+        steps,
+        counters,
+        chunks,
+        slots,
+        rows,
+        hyper,
+        counts_skips,
+        grad_scale,
+        found_inf);
   }
 
-  static void adam_(at::TensorList params, at::TensorList grads, at::TensorList exp_avgs,
-                    at::TensorList exp_avg_sqs, at::TensorList max_exp_avg_sqs,
-                    at::TensorList steps, const at::Tensor& counters, at::TensorList chunks,
-                    at::IntArrayRef slots, at::IntArrayRef rows, const at::Tensor& hyper,
-                    bool counts_skips, const std::optional<at::Tensor>& grad_scale,
+  static void adam_(at::TensorList params,
+                    at::TensorList grads,
+                    at::TensorList exp_avgs,
+                    at::TensorList exp_avg_sqs,
+                    at::TensorList max_exp_avg_sqs,
+                    at::TensorList steps,
+                    const at::Tensor& counters,
+                    at::TensorList chunks,
+                    at::IntArrayRef slots,
+                    at::IntArrayRef rows,
+                    const at::Tensor& hyper,
+                    bool counts_skips,
+                    const std::optional<at::Tensor>& grad_scale,
                     const std::optional<at::Tensor>& found_inf) {
-    run("adam_", Rule::kAdam, params, grads, {exp_avgs, exp_avg_sqs, max_exp_avg_sqs}, steps,
-        counters, chunks, slots, rows, hyper, counts_skips, grad_scale, found_inf);
+    run("adam_",
+        Rule::kAdam,
+        params,
+        grads,
+        {exp_avgs, exp_avg_sqs, max_exp_avg_sqs},
+        steps,
+        counters,
+        chunks,
+        slots,
+        rows,
+        hyper,
+        counts_skips,
+        grad_scale,
+        found_inf);
   }
 
-  static void pack_(at::TensorList params, at::TensorList grads, at::TensorList planes,
-                    at::TensorList chunks, at::IntArrayRef slots, at::IntArrayRef counts) {
+  static void pack_(at::TensorList params,
+                    at::TensorList grads,
+                    at::TensorList planes,
+                    at::TensorList chunks,
+                    at::IntArrayRef slots,
+                    at::IntArrayRef counts) {
     if (params.empty()) return;
     Pack p;
     std::vector<Slot> described;
@@ -44,8 +89,13 @@ struct Ops {
   static void set_hyper_(const at::Tensor& hyper, at::ArrayRef<double> values) {
     TORCH_CHECK(hyper.scalar_type() == at::kDouble && hyper.is_contiguous() &&
                     hyper.numel() == static_cast<int64_t>(values.size()),
-                "set_hyper_: got ", values.size(), " values for ", hyper.numel(), " of ",
-                hyper.scalar_type(), "; expected a contiguous float64 tensor of as many");
+                "set_hyper_: got ",
+                values.size(),
+                " values for ",
+                hyper.numel(),
+                " of ",
+                hyper.scalar_type(),
+                "; expected a contiguous float64 tensor of as many");
     Device::write(hyper.data_ptr<double>(), values, hyper);
   }
 
@@ -57,21 +107,49 @@ struct Ops {
   }
 
  private:
-  static void run(const char* op, Rule rule, at::TensorList params, at::TensorList grads,
-                  std::initializer_list<at::TensorList> planes, at::TensorList steps,
-                  const at::Tensor& counters, at::TensorList chunks, at::IntArrayRef slots,
-                  at::IntArrayRef rows, const at::Tensor& hyper, bool counts_skips,
+  static bool empty(at::TensorList params) {
+    return std::all_of(
+        params.begin(), params.end(), [](const at::Tensor& p) { return !p.numel(); });
+  }
+
+  static void run(const char* op,
+                  Rule rule,
+                  at::TensorList params,
+                  at::TensorList grads,
+                  std::initializer_list<at::TensorList> planes,
+                  at::TensorList steps,
+                  const at::Tensor& counters,
+                  at::TensorList chunks,
+                  at::IntArrayRef slots,
+                  at::IntArrayRef rows,
+                  const at::Tensor& hyper,
+                  bool counts_skips,
                   const std::optional<at::Tensor>& grad_scale,
                   const std::optional<at::Tensor>& found_inf) {
     if (params.empty()) return;
-    TORCH_CHECK(rows.size() == params.size(), op, ": got ", rows.size(), " rows for ",
-                params.size(), " params");
+    TORCH_CHECK(rows.size() == params.size(),
+                op,
+                ": got ",
+                rows.size(),
+                " rows for ",
+                params.size(),
+                " params");
     Update u;
     u.rule = rule;
     std::vector<Slot> described;
     describe(op, u, described, params, grads, slots, rows, planes, chunks, slot_counts(steps));
-    describe_update(op, u, params.front(), steps, counters, hyper, rows, counts_skips, grad_scale,
-                    found_inf);
+    for (int i = 0; i < u.n_segments; ++i) {
+      TORCH_CHECK(rule == Rule::kSgd || (u.segments[i].planes[0] && u.segments[i].planes[1]) ||
+                      u.segments[i].n_slots == 0 || u.segments[i].n_chunks == 0 || empty(params),
+                  op,
+                  ": exp_avgs[",
+                  i,
+                  "] and exp_avg_sqs[",
+                  i,
+                  "] must not be empty");
+    }
+    describe_update(
+        op, u, params.front(), steps, counters, hyper, rows, counts_skips, grad_scale, found_inf);
     Device::update(u, params.front());
   }
 };

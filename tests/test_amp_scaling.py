@@ -221,7 +221,7 @@ def test_one_scaler_over_two_optimizers(usual, device, gradients):
     runs = []
     for accelerated in (False, True):
         torch.manual_seed(0)
-        model = Two().to(device)
+        model = Two().to(device, torch.float64)
         optimizers = [usual.native(m.parameters(), **usual.options) for m in (model.a, model.b)]
         if accelerated:
             for optimizer in optimizers:
@@ -244,7 +244,7 @@ def test_one_scaler_over_two_optimizers(usual, device, gradients):
 
 @each_usual
 def test_autocast_with_a_scaler_and_hooks(usual, device, gradients):
-    a, oa, b, ob = fused_pair(mlp, usual, device, gradients=gradients)
+    a, oa, b, ob = fused_pair(mlp, usual, device, dtype=torch.float32, gradients=gradients)
     calls = []
     for name, optimizer in (("native", oa), ("ours", ob)):
         optimizer.register_step_pre_hook(lambda *_, name=name: calls.append((name, "pre")))

@@ -40,7 +40,7 @@ CONVERSIONS = {
 @pytest.mark.parametrize("name", CONVERSIONS)
 @pytest.mark.parametrize("swap", [False, True], ids=["data", "swap_tensors"])
 def test_a_converted_model_goes_on_learning(usual, name, swap, device, gradients):
-    a, oa, b, ob = usual_pair(mlp, usual, device, gradients=gradients)
+    a, oa, b, ob = usual_pair(mlp, usual, device, dtype=torch.float32, gradients=gradients)
     both(a, oa, b, ob, square, steps=2)
     for _ in range(2):
         torch.__future__.set_swap_module_params_on_conversion(swap)
@@ -59,7 +59,7 @@ def test_a_converted_model_goes_on_learning(usual, name, swap, device, gradients
 
 @each_usual
 def test_converted_for_good_before_the_first_step(usual, device, gradients):
-    a, oa, b, ob = usual_pair(mlp, usual, device, gradients=gradients)
+    a, oa, b, ob = usual_pair(mlp, usual, device, dtype=torch.float32, gradients=gradients)
     for model in (a, b):
         model.double()
 
@@ -74,7 +74,7 @@ def test_converted_for_good_before_the_first_step(usual, device, gradients):
 
 @each_usual
 def test_swap_tensors(usual, device, gradients):
-    a, oa, b, ob = usual_pair(mlp, usual, device, gradients=gradients)
+    a, oa, b, ob = usual_pair(mlp, usual, device, dtype=torch.float32, gradients=gradients)
     both(a, oa, b, ob, square, steps=2)
     for model, optimizer in ((a, oa), (b, ob)):
         optimizer.zero_grad()

@@ -92,7 +92,7 @@ def test_hooks_fire_once_in_order_and_may_change_the_step(usual, first, device, 
     runs = []
     for accelerated in (False, True):
         torch.manual_seed(0)
-        model = mlp().to(device)
+        model = mlp().to(device, torch.float64)
         optimizer = usual.native(model.parameters(), **usual.options)
         if accelerated and not first:
             tr.accelerate(model, optimizer, gradients=gradients)
@@ -219,7 +219,7 @@ def test_schedulers_act_as_natively(usual, name, first, device, gradients):
     runs = []
     for accelerated in (False, True):
         torch.manual_seed(0)
-        model = Two().to(device)
+        model = Two().to(device, torch.float64)
         optimizer = two_groups(usual)(model)
         scheduler = SCHEDULERS[name](optimizer) if first else None
         if accelerated:
@@ -256,7 +256,7 @@ def test_a_schedulers_numbers_take_effect_at_the_very_next_step(device, gradient
         make, lambda m: torch.optim.SGD(m.parameters(), 1.0), device, gradients=gradients
     )
     schedulers = [S.StepLR(o, 1, gamma=0.5) for o in (oa, ob)]
-    ones, moved = torch.ones(1, 4, device=device), []
+    ones, moved = torch.ones(1, 4, device=device, dtype=torch.float64), []
     for _ in range(8):
         before = b.weight.detach().clone()
         both(a, oa, b, ob, lambda m: m(ones).sum())
@@ -270,7 +270,7 @@ def test_a_schedulers_numbers_take_effect_at_the_very_next_step(device, gradient
 def test_warnings_are_those_of_native(device, gradients):
     """scheduler.step() before optimizer.step() still warns, once accelerated as before."""
     for accelerated in (False, True):
-        model = mlp().to(device)
+        model = mlp().to(device, torch.float64)
         optimizer = torch.optim.AdamW(model.parameters())
         scheduler = S.StepLR(optimizer, 1)
         if accelerated:

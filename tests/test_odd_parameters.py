@@ -87,7 +87,7 @@ def test_complex_parameters_train_as_native(usual, device, gradients):
         values = [torch.randn(3, 2, dtype=d, generator=generator) for d in (torch.cfloat, None)]
         return nn.ParameterList(values)
 
-    a, oa, b, ob = usual_pair(make, usual, device, gradients=gradients)
+    a, oa, b, ob = usual_pair(make, usual, device, dtype=None, gradients=gradients)
     both(a, oa, b, ob, lambda m: (m[0] * m[1] + 1).abs().pow(2).sum(), steps=5)
     assert b[0].is_complex()
     for p, q in zip(a, b, strict=True):
@@ -108,7 +108,7 @@ def test_mixed_dtypes_and_frozen_parameters(usual, device, gradients):
             p.requires_grad_(False)
         return nn.ParameterList(mixed)
 
-    a, oa, b, ob = usual_pair(make, usual, device, gradients=gradients)
+    a, oa, b, ob = usual_pair(make, usual, device, dtype=None, gradients=gradients)
     for model, optimizer in ((a, oa), (b, ob)):
         train(optimizer, list(model)[:-2], range(6))
     for p, q in zip(a, b, strict=True):
@@ -138,7 +138,8 @@ def test_parameters_outside_of_the_model(usual, device, gradients):
     runs = []
     for accelerated in (False, True):
         torch.manual_seed(0)
-        model, scale = mlp().to(device), nn.Parameter(torch.tensor(0.7, device=device))
+        model = mlp().to(device, torch.float64)
+        scale = nn.Parameter(torch.tensor(0.7, device=device, dtype=torch.float64))
         optimizer = usual.native([*model.parameters(), scale], **usual.options)
         if accelerated:
             tr.accelerate(model, optimizer, gradients=gradients)
@@ -151,13 +152,60 @@ def test_parameters_outside_of_the_model(usual, device, gradients):
     close(runs[1][1].detach(), runs[0][1].detach())
 
 
+class Special(nn.Parameter):
+    """A parameter with a class of its own, as quantization libraries have."""
+
+
+@each_usual
+def test_parameters_that_are_subclasses_or_plain_tensors(usual, device, gradients):
+    runs = []
+    for accelerated in (False, True):
+        torch.manual_seed(0)
+        model = mlp().to(device, torch.float64)
+        model[0].weight = Special(model[0].weight.data.clone())
+        plain = torch.zeros(3, dtype=torch.float64, device=device, requires_grad=True)
+        optimizer = usual.native([*model.parameters(), plain], **usual.options)
+        if accelerated:
+            tr.accelerate(model, optimizer, gradients=gradients)
+        for _ in range(4):
+            optimizer.zero_grad()
+            (square(model) + (plain - 1).pow(2).sum()).backward()
+            optimizer.step()
+        assert type(model[0].weight) is Special
+        runs.append((model, optimizer, plain))
+    same(runs[0][0], runs[1][0])
+    same_state(runs[0][1], runs[1][1])
+    close(runs[1][2].detach(), runs[0][2].detach())
+    assert "0.weight" in str(tr.regions(runs[1][1]))
+
+
+@each_usual
+@pytest.mark.filterwarnings("ignore:.*duplicate parameters")
+def test_a_parameter_twice_in_a_group_is_stepped_twice(usual, device, gradients):
+    runs = []
+    for accelerated in (False, True):
+        torch.manual_seed(0)
+        model = mlp().to(device, torch.float64)
+        params = [*model.parameters(), model[0].weight, model[2].bias]
+        optimizer = usual.native(params, **usual.options, foreach=False)
+        if accelerated:
+            tr.accelerate(model, optimizer, gradients=gradients)
+        for _ in range(3):
+            optimizer.zero_grad()
+            square(model).backward()
+            optimizer.step()
+        runs.append((model, optimizer))
+    same(runs[0][0], runs[1][0])
+    same_state(runs[0][1], runs[1][1])
+
+
 @each_usual
 @pytest.mark.parametrize("overlapping", [False, True])
 def test_two_optimizers_on_one_model(usual, overlapping, device, gradients):
     runs = []
     for accelerated in (False, True):
         torch.manual_seed(0)
-        model = Two().to(device)
+        model = Two().to(device, torch.float64)
         second = model.parameters() if overlapping else model.b.parameters()
         optimizers = [
             usual.native(model.a.parameters(), **usual.options),
@@ -198,7 +246,7 @@ def test_weights_edited_by_hand(usual, device, gradients):
     edits = [
         lambda m: m[0].weight.data.clamp_(-0.2, 0.2),
         lambda m: nn.init.constant_(m[0].bias, 0.3),
-        lambda m: m[2].weight.data.mul_(torch.tensor([[1.0, 0.0] * 4], device=device)),
+        lambda m: m[2].weight.data.mul_(torch.tensor([[1, 0] * 4], device=device)),
         lambda m: torch._foreach_mul_([p.data for p in m.parameters()], 0.9),
         lambda m: nn.utils.vector_to_parameters(
             nn.utils.parameters_to_vector(m.parameters()) * 0.5, m.parameters()

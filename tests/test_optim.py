@@ -15,6 +15,7 @@ from testing import (
     LOW_PRECISION,
     OPTIMIZERS,
     USUAL,
+    equal,
     parameters,
     same_state,
     set_gradients,
@@ -155,10 +156,11 @@ def test_groups_keep_their_own_numbers_and_parameters_their_own_steps(usual, dty
 
 
 @pytest.mark.parametrize("usual", USUAL, ids=str)
-def test_fused_true_takes_every_layout(usual, device):
+def test_fused_true_takes_gradients_of_any_layout(usual, device):
+    """torch's fused kernels raise, or on a CPU read them in the wrong order."""
     runs = []
     for make, options in ((usual.native, {}), (usual.ours, {"fused": True})):
-        params = parameters(device, torch.float64)
+        params = parameters(device, torch.float64, plain=True)
         train(make(params, **usual.options, **options), params, range(12))
         runs.append(params)
     assert worst(runs[1], runs[0]) <= FP64
@@ -224,3 +226,42 @@ def test_decoupled_decay_of_sgd(momentum, maximize, device):
         optimizer.step()
         w = w * (1 - 0.1 * 0.3) + (0.1 if maximize else -0.1) * m
     torch.testing.assert_close(p.detach(), w, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, *LOW_PRECISION], ids=str)
+@pytest.mark.parametrize("usual", USUAL, ids=str)
+def test_two_runs_are_bitwise_equal(usual, dtype, device):
+    options = usual.options
+    if usual.native is not torch.optim.SGD:
+        options = options | {"eps": 1e-3}  # the usual 1e-8 is zero in fp16
+    runs = []
+    for _ in range(2):
+        params = parameters(device, dtype)
+        optimizer = usual.ours(params, **options)
+        train(optimizer, params, range(5))
+        state = [value for p in params for value in optimizer.state[p].values()]
+        runs.append([*values_of(params), *state])
+    assert equal(*runs)
+
+
+@pytest.mark.parametrize("usual", USUAL, ids=str)
+def test_more_tensors_and_groups_than_one_launch_may_take(usual, device):
+    runs = []
+    for make in (usual.native, usual.ours):
+        params = [nn.Parameter(p.detach().double()) for p in torch.ones(1400, 2).to(device)]
+        optimizer = make(params[:1300], **usual.options)
+        for i in range(25):  # one by one, and some of other needs
+            own = {"lr": 0.01 * (i + 1)} | (
+                {"amsgrad": i % 2 == 0} if "eps" in optimizer.defaults else {}
+            )
+            optimizer.add_param_group({"params": params[1300 + 4 * i : 1304 + 4 * i], **own})
+            if i % 8 == 0:
+                train(optimizer, params, range(i, i + 1))
+        train(optimizer, params, range(30, 33))
+        if make is usual.ours:
+            before, optimizer.found_inf = values_of(params), torch.ones((), device=device)
+            optimizer.step()
+            assert equal(params, before) and int(optimizer.skipped_steps) == 1
+        runs.append(([torch.cat([p.detach() for p in params])], optimizer))
+    assert worst(runs[1][0], runs[0][0]) <= FP64
+    same_state(runs[0][1], runs[1][1])

@@ -120,7 +120,7 @@ def train_with_and_without_decay(a, oa, b, ob, loss):
 def test_decay_bias_like_false_spares_biases_and_norms(usual, device):
     def image_loss(model):
         p = next(model.parameters())
-        x = torch.linspace(-1, 1, 2 * 3 * 81, device=p.device).view(2, 3, 9, 9)
+        x = torch.linspace(-1, 1, 2 * 3 * 81, device=p.device, dtype=p.dtype).view(2, 3, 9, 9)
         return model(x).pow(2).mean()
 
     for make, loss in ((mlp, square), (conv_bn, image_loss)):

@@ -109,8 +109,8 @@ def test_a_tensor_as_lr(usual, shape, scheduled, device, gradients):
     runs = []
     for accelerated in (False, True):
         torch.manual_seed(0)
-        model = mlp().to(device)
-        options = usual.options | {"lr": torch.full(shape, 0.05)}
+        model = mlp().to(device, torch.float64)
+        options = usual.options | {"lr": torch.full(shape, 0.05, dtype=torch.float64)}
         optimizer = usual.native(model.parameters(), **options, foreach=False)
         scheduler = S.ExponentialLR(optimizer, 0.5) if scheduled else None
         if accelerated:
@@ -124,7 +124,7 @@ def test_a_tensor_as_lr(usual, shape, scheduled, device, gradients):
             elif i == 2:
                 options["lr"].fill_(0.2)  # the user's tensor is the one that is read
             elif i == 4:
-                optimizer.param_groups[0]["lr"] = torch.tensor(0.01)
+                optimizer.param_groups[0]["lr"] = torch.tensor(0.01, dtype=torch.float64)
         assert isinstance(optimizer.param_groups[0]["lr"], torch.Tensor)
         runs.append((model, optimizer))
     same(runs[0][0], runs[1][0])
@@ -136,8 +136,8 @@ def test_a_group_added_later(usual, device, gradients):
     runs = []
     for accelerated in (False, True):
         torch.manual_seed(0)
-        model, head = mlp().to(device), nn.Linear(4, 1).to(device)
-        offset = nn.Parameter(torch.zeros(1, dtype=torch.float64, device=device))
+        model, head = (m.to(device, torch.float64) for m in (mlp(), nn.Linear(4, 1)))
+        offset = nn.Parameter(torch.zeros(1, dtype=torch.float32, device=device))
         optimizer = usual.native(model.parameters(), **usual.options)
         if accelerated:
             tr.accelerate(model, optimizer, gradients=gradients)
@@ -147,14 +147,14 @@ def test_a_group_added_later(usual, device, gradients):
             if step == 4:
                 optimizer.add_param_group({"params": [offset], "weight_decay": 0.0})
             optimizer.zero_grad()
-            y = model(x_of(device)) + head(x_of(device)) + offset
-            y.pow(2).sum().backward()
+            y = model(x_of(device)) + head(x_of(device))
+            (y.pow(2).sum() + (offset - 1).pow(2).sum()).backward()
             optimizer.step()
         runs.append((model, head, offset, optimizer))
     (a, head_a, offset_a, oa), (b, head_b, offset_b, ob) = runs
     same(a, b)
     same(head_a, head_b)
-    close(offset_b.detach().float(), offset_a.detach().float())
+    close(offset_b.detach(), offset_a.detach())
     same_state(oa, ob)
 
 
@@ -201,7 +201,7 @@ def test_lists_of_parameters_edited(usual, device, gradients):
         optimizer.state.pop(model.b.weight, None)
         optimizer.param_groups[0]["params"][index] = wider
         model.b.weight = wider
-        model.b.bias.data = torch.zeros(8, device=device)
+        model.b.bias.data = torch.zeros(8, device=device, dtype=torch.float64)
         model.b.bias.grad = None
         optimizer.state.pop(model.b.bias, None)
 

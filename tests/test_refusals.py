@@ -2,7 +2,6 @@
 # What cannot be done as natively is refused in a sentence that names the value and the remedy, and
 # a refused call has changed nothing.
 
-import copy
 import re
 import types
 
@@ -54,7 +53,7 @@ def picture(model, optimizer):
 
 def trained(make, device):
     torch.manual_seed(0)
-    model = mlp().to(device)
+    model = mlp().to(device, torch.float64)
     optimizer = make(model.parameters())
 
     def closure():
@@ -176,14 +175,3 @@ def test_questions_about_a_plain_optimizer_are_refused(usual, device):
         with pytest.raises(TypeError, match="accelerate"):
             tr.regions(other)
     assert picture(model, optimizer) == before
-
-
-@each_usual
-def test_packing_needs_flat_gradients(usual, device):
-    model, optimizer = trained(lambda params: usual.native(params, **usual.options), device)
-    tr.accelerate(model, optimizer, gradients="gather")
-    values = copy.deepcopy(values_of(model.parameters()))
-    with pytest.raises(RuntimeError, match="flat"):
-        optimizer.pack_gradients()
-    assert equal(model.parameters(), values)
-    optimizer.step()

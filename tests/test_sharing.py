@@ -40,7 +40,7 @@ class Viewed(nn.Module):
     def __init__(self, slices, device):
         super().__init__()
         generator = torch.Generator().manual_seed(0)
-        self.memory = torch.randn(40, generator=generator).to(device)
+        self.memory = torch.randn(40, generator=generator).to(device, torch.float64)
         self.slices = nn.ParameterList([self.memory[s] for s in slices])
 
     def forward(self, _=None):
@@ -106,7 +106,7 @@ def test_ties_through_data(usual, when, part, device, gradients):
     runs = []
     for accelerated in (False, True):
         torch.manual_seed(0)
-        model = Two().to(device)
+        model = Two().to(device, torch.float64)
         optimizer = usual.native(model.parameters(), **usual.options, foreach=False)
         if accelerated and when == "after":
             tr.accelerate(model, optimizer, gradients=gradients)
@@ -139,7 +139,7 @@ class Recurrent(nn.Module):
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
 def test_recurrent_layers_keep_their_flat_weights(usual, kind, device, gradients):
     a, oa, b, ob = usual_pair(lambda: Recurrent(kind), usual, device, gradients=gradients)
-    x = torch.linspace(-1, 1, 40, device=device).view(2, 5, 4)
+    x = torch.linspace(-1, 1, 40, device=device, dtype=torch.float64).view(2, 5, 4)
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # "not part of single contiguous chunk of memory"
         both(a, oa, b, ob, lambda model: model(x), steps=2)
@@ -194,7 +194,7 @@ def test_two_parameters_exchange_their_data(usual, device, gradients):
     both(a, oa, b, ob, loss, steps=2)
     for model in (a, b):
         with torch.no_grad():
-            model.a.weight.set_(torch.full((4, 4), 0.5, device=device))
+            model.a.weight.set_(torch.full_like(model.a.weight, 0.5))
     both(a, oa, b, ob, loss, steps=2)
     same(a, b)
     same_state(oa, ob)
@@ -203,7 +203,7 @@ def test_two_parameters_exchange_their_data(usual, device, gradients):
 @each_usual
 def test_a_state_dict_held_before_goes_on_showing_the_weights(usual, device, gradients):
     torch.manual_seed(0)
-    model = mlp().to(device)
+    model = mlp().to(device, torch.float64)
     optimizer = usual.native(model.parameters(), **usual.options)
     held, view = model.state_dict(), model[0].weight.detach()[1]
     tr.accelerate(model, optimizer, gradients=gradients)
@@ -267,7 +267,7 @@ def test_shared_memory_shows_the_steps_to_others(usual, of, when, device, gradie
 @each_usual
 def test_original_of_a_copied_module_is_left_alone(usual, device, gradients):
     torch.manual_seed(0)
-    model = mlp().to(device)
+    model = mlp().to(device, torch.float64)
     twin = copy.copy(model)  # shallow: the same parameters
     optimizer = usual.native(model.parameters(), **usual.options)
     tr.accelerate(model, optimizer, gradients=gradients)

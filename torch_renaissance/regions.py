@@ -53,6 +53,12 @@ class Plane(Enum):
     VMAX = "largest second moment (amsgrad)"
 
 
+def kind_by_shape(p: Tensor) -> Kind:
+    """The kind of a parameter of which nothing else is known."""
+    known = not isinstance(p, nn.parameter.UninitializedTensorMixin)
+    return Kind.BIAS if known and p.ndim <= 1 else Kind.OTHER_WEIGHT
+
+
 def classify(module: nn.Module) -> dict[Tensor, tuple[str, Kind]]:
     """Name and kind of each parameter of `module`, in its order; a tied one under its first name.
 
@@ -65,11 +71,11 @@ def classify(module: nn.Module) -> dict[Tensor, tuple[str, Kind]]:
         for name, p in owner.named_parameters(recurse=False):
             if p in found:
                 continue
-            kind = Kind.OTHER_WEIGHT
+            kind = kind_by_shape(p)
             if isinstance(owner, _NORMS):
                 kind = Kind.NORM_BIAS if name == "bias" else Kind.NORM_WEIGHT
-            elif p.ndim <= 1:
-                kind = Kind.BIAS
+            elif kind is Kind.BIAS:
+                pass
             elif isinstance(owner, _EMBEDDINGS):
                 kind = Kind.EMBEDDING
             elif isinstance(owner, _CONVS):
@@ -133,7 +139,14 @@ class Block:
 
     def add(self, plane: Plane) -> None:
         if plane not in self.planes:
-            self.planes[plane] = torch.zeros(self.size, dtype=self.dtype, device=self.device)
+            # The CPU's allocator aligns less than CUDA's.
+            spare = ALIGNMENT // self.dtype.itemsize if self.device.type == "cpu" else 0
+            memory = torch.zeros(self.size + spare, dtype=self.dtype, device=self.device)
+            start = -memory.data_ptr() % ALIGNMENT // self.dtype.itemsize
+            self.planes[plane] = memory[start : start + self.size]
+
+    def has(self, slot: Slot) -> bool:
+        return slot.home is self or slot.block is self
 
     def slice(self, plane: Plane, index: int) -> Tensor:
         """The part of `plane` that belongs to slot `index`, with a storage of its own."""
@@ -156,35 +169,42 @@ class Block:
 class PlaneView:
     """One plane of a plan: `plan[Plane.W]`."""
 
-    def __init__(self, plane: Plane, blocks: list[Block]):
-        self._plane = plane
-        self._blocks = [b for b in blocks if plane in b.planes]
+    def __init__(self, plane: Plane, blocks: list[Block], slots: list[Slot]):
+        self._plane, self._blocks, self._slots = plane, blocks, slots
 
     @property
     def tensors(self) -> list[Tensor]:
-        """The whole plane: one flat tensor a block."""
-        return [b.planes[self._plane] for b in self._blocks]
+        """The whole plane: one flat tensor for each block that has it."""
+        return [b.planes[self._plane] for b in self._blocks if self._plane in b.planes]
 
     def range(self, first: Kind, last: Kind, *, group: int = 0, block: int = 0) -> Tensor:
         """Kinds `first` to `last` of param group `group` as one flat, contiguous tensor that shares
-        memory with the region (padding included, which is zero). ValueError if there are none."""
-        if not 0 <= block < len(self._blocks):
-            raise ValueError(
-                f"plane {self._plane.name} has {len(self._blocks)} blocks; block {block} is none "
-                "of them"
-            )
+        memory with the region (padding included, which is zero).
+
+        Args:
+            block: its number in `print(regions)`.
+
+        Raises:
+            ValueError: where the block has no such plane or parameters, or they don't lie together
+                (any more), the group having changed or a parameter having moved away.
+        """
+        where = f"{first.name} to {last.name} of param group {group}"
+        if not 0 <= block < len(self._blocks) or self._plane not in self._blocks[block].planes:
+            raise ValueError(f"block {block} has no plane {self._plane.name}")
         b = self._blocks[block]
         chosen = [
-            i for i, s in enumerate(b.slots) if s.group == group and first <= s.kind <= last
+            s for s in self._slots if s.group == group and first <= s.kind <= last and b.has(s)
         ]
         if not chosen:
+            raise ValueError(f"block {block} has no {where}")
+        away = [s.name for s in chosen if self._plane is Plane.W and s.loose]
+        at = sorted(b.slots.index(s) for s in chosen)
+        if away or at != list(range(at[0], at[-1] + 1)):
             raise ValueError(
-                f"block {block} of plane {self._plane.name} has no {first.name} to {last.name} "
-                f"in param group {group}"
+                f"{where} don't lie together in block {block}; moved: {away or 'none'}"
             )
-        end = chosen[-1] + 1
-        stop = b.offsets[end] if end < len(b.offsets) else b.size
-        return b.planes[self._plane][b.offsets[chosen[0]] : stop]
+        stop = b.offsets[at[-1] + 1] if at[-1] + 1 < len(b.offsets) else b.size
+        return b.planes[self._plane][b.offsets[at[0]] : stop]
 
 
 class Regions:
@@ -195,7 +215,7 @@ class Regions:
         self.native = native  # name -> why it is left to torch's own form
 
     def __getitem__(self, plane: Plane) -> PlaneView:
-        return PlaneView(plane, self.blocks)
+        return PlaneView(plane, self.blocks, self.slots)
 
     @property
     def loose(self) -> dict[str, str]:
@@ -206,7 +226,7 @@ class Regions:
     def padding_fraction(self) -> float:
         """Share of the blocks' memory that is padding."""
         size = sum(b.size for b in self.blocks)
-        used = sum(s.param.numel() for b in self.blocks for s in b.slots)
+        used = sum(s.param.numel() for b in self.blocks for s in self.slots if b.has(s))
         return 1 - used / size if size else 0.0
 
     def __str__(self) -> str:
@@ -217,8 +237,9 @@ class Regions:
             lines.append(f"block {i}: {dtype} on {b.device}, {b.size * b.dtype.itemsize:,} bytes")
             lines.append(row("kind", "group", "tensors", "parameters", "bytes", "offset", "planes"))
             planes = " ".join(p.name for p in b.planes) or "-"
-            for group, kind in sorted({(s.group, s.kind) for s in b.slots}):
-                at = [j for j, s in enumerate(b.slots) if (s.group, s.kind) == (group, kind)]
+            present = [(j, s) for j, s in enumerate(b.slots) if s in self.slots and b.has(s)]
+            for group, kind in sorted({(s.group, s.kind) for _, s in present}):
+                at = [j for j, s in present if (s.group, s.kind) == (group, kind)]
                 n = sum(b.slots[j].param.numel() for j in at)
                 size = b.dtype.itemsize
                 lines.append(

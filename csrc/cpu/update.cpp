@@ -13,10 +13,14 @@
 #include "../math/sgd.h"
 #include "update.h"
 
-// Builds each loop for AVX2 as well and picks at load time; without contraction to fused
-// multiply-adds both give the same bits.
+// Builds each loop for processors with fused multiply-add as well, and picks at load time; the
+// formulas say where to fuse, so all give the same bits.
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
-#define TR_VECTOR_CLONES __attribute__((target_clones("avx2", "default")))
+#if __GNUC__ >= 12
+#define TR_VECTOR_CLONES __attribute__((target_clones("arch=x86-64-v3", "default")))
+#else
+#define TR_VECTOR_CLONES __attribute__((target_clones("fma", "default")))
+#endif
 #else
 #define TR_VECTOR_CLONES
 #endif
@@ -38,9 +42,14 @@ using opmath_t = typename OpMath<scalar_t>::type;
 // PLANES: how many of the rule's state planes the segment has. PLAIN: the usual case, no scale.
 template <typename R, int PLANES, bool PLAIN, typename scalar_t>
 inline __attribute__((always_inline)) void update_span(
-    const typename R::template Scalars<opmath_t<scalar_t>>& s, scalar_t* __restrict__ param,
-    scalar_t* __restrict__ grad, scalar_t* __restrict__ plane0, scalar_t* __restrict__ plane1,
-    scalar_t* __restrict__ plane2, opmath_t<scalar_t> grad_scale, int64_t count) {
+    const typename R::template Scalars<opmath_t<scalar_t>>& s,
+    scalar_t* __restrict__ param,
+    scalar_t* __restrict__ grad,
+    scalar_t* __restrict__ plane0,
+    scalar_t* __restrict__ plane1,
+    scalar_t* __restrict__ plane2,
+    opmath_t<scalar_t> grad_scale,
+    int64_t count) {
   using T = opmath_t<scalar_t>;
   for (int64_t i = 0; i < count; ++i) {
     T state[kMaxPlanes] = {};
@@ -65,22 +74,25 @@ void unscale_span(scalar_t* grad, opmath_t<scalar_t> grad_scale, int64_t count) 
 }
 
 // target_clones takes functions, not templates: one per rule, number of planes and dtype.
-#define TR_SPAN(NAME, RULE, PLANES, scalar_t)                                                   \
-  TR_VECTOR_CLONES void NAME(const RULE::Scalars<opmath_t<scalar_t>>& s, scalar_t* param,       \
-                             scalar_t* grad, scalar_t* const* planes,                           \
-                             opmath_t<scalar_t> grad_scale, int64_t count) {                    \
-    if (s.plain && grad_scale == 1) {                                                           \
-      update_span<RULE, PLANES, true, scalar_t>(s, param, grad, planes[0], planes[1],           \
-                                                planes[2], grad_scale, count);                  \
-    } else {                                                                                    \
-      update_span<RULE, PLANES, false, scalar_t>(s, param, grad, planes[0], planes[1],          \
-                                                 planes[2], grad_scale, count);                 \
-    }                                                                                           \
+#define TR_SPAN(NAME, RULE, PLANES, scalar_t)                                  \
+  TR_VECTOR_CLONES void NAME(const RULE::Scalars<opmath_t<scalar_t>>& s,       \
+                             scalar_t* param,                                  \
+                             scalar_t* grad,                                   \
+                             scalar_t* const* planes,                          \
+                             opmath_t<scalar_t> grad_scale,                    \
+                             int64_t count) {                                  \
+    if (s.plain && grad_scale == 1) {                                          \
+      update_span<RULE, PLANES, true, scalar_t>(                               \
+          s, param, grad, planes[0], planes[1], planes[2], grad_scale, count); \
+    } else {                                                                   \
+      update_span<RULE, PLANES, false, scalar_t>(                              \
+          s, param, grad, planes[0], planes[1], planes[2], grad_scale, count); \
+    }                                                                          \
   }
-#define TR_SPANS(RULE, PLANES, PREFIX)                \
-  TR_SPAN(PREFIX##_float, RULE, PLANES, float)        \
-  TR_SPAN(PREFIX##_double, RULE, PLANES, double)      \
-  TR_SPAN(PREFIX##_half, RULE, PLANES, c10::Half)     \
+#define TR_SPANS(RULE, PLANES, PREFIX)            \
+  TR_SPAN(PREFIX##_float, RULE, PLANES, float)    \
+  TR_SPAN(PREFIX##_double, RULE, PLANES, double)  \
+  TR_SPAN(PREFIX##_half, RULE, PLANES, c10::Half) \
   TR_SPAN(PREFIX##_bfloat16, RULE, PLANES, c10::BFloat16)
 
 TR_SPANS(AdamRule, 2, adam)
@@ -89,8 +101,12 @@ TR_SPANS(SgdRule, 0, sgd)
 TR_SPANS(SgdRule, 1, momentum)
 
 template <typename R, typename scalar_t>
-using Span = void (*)(const typename R::template Scalars<opmath_t<scalar_t>>&, scalar_t*,
-                      scalar_t*, scalar_t* const*, opmath_t<scalar_t>, int64_t);
+using Span = void (*)(const typename R::template Scalars<opmath_t<scalar_t>>&,
+                      scalar_t*,
+                      scalar_t*,
+                      scalar_t* const*,
+                      opmath_t<scalar_t>,
+                      int64_t);
 
 // Elements worth a thread, as in torch's own loops.
 constexpr int64_t kGrain = 32768;
@@ -133,7 +149,11 @@ void update(const Update& u, Span<R, scalar_t> with_all_planes, Span<R, scalar_t
       }
       const auto span = planes[R::kPlanes - 1] != nullptr ? with_all_planes : without_last;
       auto grad = static_cast<scalar_t*>(slot.grad) + chunk->start;
-      span(scalars, static_cast<scalar_t*>(slot.param) + chunk->start, grad, planes, grad_scale,
+      span(scalars,
+           static_cast<scalar_t*>(slot.param) + chunk->start,
+           grad,
+           planes,
+           grad_scale,
            chunk->count);
       if (u.grad_scale != nullptr) unscale_span(grad, grad_scale, chunk->count);
     }

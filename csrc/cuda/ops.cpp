@@ -26,12 +26,12 @@ struct Cuda {
   }
   static void write(double* to, at::ArrayRef<double> values, const at::Tensor& like) {
     const c10::cuda::CUDAGuard guard(like.device());
-    C10_CUDA_CHECK(write_values_cuda(to, values.data(), static_cast<int64_t>(values.size()),
-                                     c10::cuda::getCurrentCUDAStream()));
+    C10_CUDA_CHECK(write_values_cuda(
+        to, values.data(), static_cast<int64_t>(values.size()), c10::cuda::getCurrentCUDAStream()));
   }
   static void check_slots(int64_t n_slots) {
-    TORCH_CHECK(n_slots <= kMaxSlots, "a launch takes at most ", kMaxSlots, " tensors, got ",
-                n_slots);
+    TORCH_CHECK(
+        n_slots <= kMaxSlots, "a launch takes at most ", kMaxSlots, " tensors, got ", n_slots);
   }
 };
 

@@ -68,7 +68,9 @@ cudaError_t pack_cuda(const Pack& p, cudaStream_t stream) {
   return cudaGetLastError();
 }
 
-cudaError_t write_values_cuda(double* to, const double* values, int64_t count,
+cudaError_t write_values_cuda(double* to,
+                              const double* values,
+                              int64_t count,
                               cudaStream_t stream) {
   for (int64_t begin = 0; begin < count; begin += kMaxValues) {
     const auto n = static_cast<int>(std::min<int64_t>(count - begin, kMaxValues));

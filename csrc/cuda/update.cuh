@@ -73,7 +73,7 @@ __device__ __forceinline__ void update_chunk(const typename R::template Scalars<
   constexpr int STATE = PLANES > 0 ? PLANES : 1;
   // Only a rule's last plane may be missing in some segments and present in others.
   auto has = [&](int p) { return p + 1 < R::kPlanes || planes[p] != nullptr; };
-  auto update = [&](scalar_t& w, scalar_t& g, scalar_t (&state)[STATE]) {
+  auto update = [&](scalar_t& w, scalar_t& g, scalar_t(&state)[STATE]) {
     T gradient = static_cast<T>(g);
     if (!PLAIN && grad_scale != nullptr) {
       gradient = gradient / static_cast<T>(*grad_scale);

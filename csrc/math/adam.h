@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // Adam (https://arxiv.org/abs/1412.6980), AdamW (https://arxiv.org/abs/1711.05101) and AMSGrad
-// (https://openreview.net/forum?id=ryQu7f-RZ), in the order of operations of torch's for-loop form.
+// (https://openreview.net/forum?id=ryQu7f-RZ). Order of operations, and where a multiply and an add
+// round once (fma), are those of torch's for-loop form.
 #pragma once
 
 #include <cmath>
@@ -14,20 +15,19 @@ struct AdamRule {
 
   // The part that needs exp: the same for every block of a tensor.
   struct Correction {
-    double inverse1;       // 1 / (1 - beta1^step)
-    double inverse2_sqrt;  // 1 / sqrt(1 - beta2^step)
+    double correction1;       // 1 - beta1^step
+    double correction2_sqrt;  // sqrt(1 - beta2^step)
   };
 
   // `step` counts this update, so it is at least 1.
   static TR_HOST_DEVICE Correction correction(const Hyper& h, double step) {
-    return {1.0 / (1.0 - std::exp(step * h.log_beta1)),
-            1.0 / std::sqrt(1.0 - std::exp(step * h.log_beta2))};
+    return {1.0 - std::exp(step * h.log_beta1), std::sqrt(1.0 - std::exp(step * h.log_beta2))};
   }
 
   // What is the same for every element of a tensor, rounded once from double.
   template <typename T>
   struct Scalars {
-    T decay, weight1, beta2, weight2, step_size, inverse_correction2_sqrt, eps;
+    T decay, weight1, beta2, weight2, step_size, correction2_sqrt, eps;
     T sign, coupled_decay;
     bool coupled, late_lerp, amsgrad, plain;
   };
@@ -39,8 +39,8 @@ struct AdamRule {
     s.weight1 = static_cast<T>(1.0 - h.beta1);
     s.beta2 = static_cast<T>(h.beta2);
     s.weight2 = static_cast<T>(1.0 - h.beta2);
-    s.step_size = static_cast<T>(h.lr * c.inverse1);
-    s.inverse_correction2_sqrt = static_cast<T>(c.inverse2_sqrt);
+    s.step_size = static_cast<T>(h.lr / c.correction1);
+    s.correction2_sqrt = as_divisor(static_cast<T>(c.correction2_sqrt));
     s.eps = static_cast<T>(h.eps);
     s.sign = h.maximize ? T(-1) : T(1);
     s.coupled_decay = static_cast<T>(h.weight_decay);
@@ -59,12 +59,12 @@ struct AdamRule {
   static TR_HOST_DEVICE T update(const Scalars<T>& s, T param, T grad, T* state) {
     T g = PLAIN ? grad : grad * s.sign;
     param = param * s.decay;
-    if (!PLAIN) g = s.coupled ? g + s.coupled_decay * param : g;
+    if (!PLAIN) g = s.coupled ? std::fma(s.coupled_decay, param, g) : g;
     // torch.lerp is exact at both ends: it starts from the nearer one.
     const T gap = g - state[0];
-    const T early = state[0] + s.weight1 * gap;
-    state[0] = !PLAIN && s.late_lerp ? g - gap * (T(1) - s.weight1) : early;
-    state[1] = state[1] * s.beta2 + s.weight2 * g * g;
+    const T early = std::fma(s.weight1, gap, state[0]);
+    state[0] = !PLAIN && s.late_lerp ? std::fma(s.weight1 - T(1), gap, g) : early;
+    state[1] = std::fma(s.weight2 * g, g, state[1] * s.beta2);
     T second = state[1];
     if (!PLAIN) {
       // NaN wins, as in torch.maximum.
@@ -72,8 +72,8 @@ struct AdamRule {
       state[2] = s.amsgrad ? larger : state[2];
       second = s.amsgrad ? larger : second;
     }
-    const T denom = std::sqrt(second) * s.inverse_correction2_sqrt + s.eps;
-    return param - s.step_size * state[0] / denom;
+    const T denom = divide(std::sqrt(second), s.correction2_sqrt) + s.eps;
+    return std::fma(-s.step_size, state[0] / denom, param);
   }
 };
 

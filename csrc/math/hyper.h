@@ -12,13 +12,14 @@ namespace torch_renaissance {
 enum HyperColumn : int {
   kLr,
   kWeightDecay,
-  kBeta1,  // Adam: betas[0]; SGD: momentum
-  kBeta2,  // Adam: betas[1]; SGD: dampening
+  kBeta1,     // Adam: betas[0]; SGD: momentum
+  kBeta2,     // Adam: betas[1]; SGD: dampening
   kLogBeta1,  // their logarithms, so that the device needs exp, not pow
   kLogBeta2,
   kEps,
   kFlags,
-  kLrPointer,  // address of a device scalar that replaces kLr; 0: none. Below 2^53, so a double holds it
+  kLrPointer,  // address of a device scalar that replaces kLr; 0: none. Below 2^53, so a double
+               // holds it
   kLrIsDouble,
   kHyperColumns,
 };

@@ -3,6 +3,8 @@
 // (its momentum buffer starts as the first gradient), and the decoupled decay of arXiv:1711.05101.
 #pragma once
 
+#include <cmath>
+
 #include "hyper.h"
 
 namespace torch_renaissance {
@@ -18,7 +20,8 @@ struct SgdRule {
   };
 
   struct Correction {
-    double step;  // counts updates with momentum, this one included: at 1 the buffer is the gradient
+    double
+        step;  // counts updates with momentum, this one included: at 1 the buffer is the gradient
   };
 
   static TR_HOST_DEVICE Correction correction(const Hyper&, double step) { return {step}; }
@@ -47,12 +50,12 @@ struct SgdRule {
   static TR_HOST_DEVICE T update(const Scalars<T>& s, T param, T grad, T* state) {
     T g = PLAIN ? grad : grad * s.sign;
     param = param * s.decay;
-    if (!PLAIN) g = s.coupled ? g + s.coupled_decay * param : g;
-    const T running = state[0] * s.momentum + s.gradient_weight * g;
+    if (!PLAIN) g = s.coupled ? std::fma(s.coupled_decay, param, g) : g;
+    const T running = std::fma(s.gradient_weight, g, state[0] * s.momentum);
     const T buffer = !PLAIN && s.first ? g : running;
-    const T ahead = s.nesterov ? g + s.momentum * buffer : buffer;
+    const T ahead = s.nesterov ? std::fma(s.momentum, buffer, g) : buffer;
     state[0] = PLAIN || s.has_momentum ? buffer : state[0];
-    return param - s.lr * (PLAIN || s.has_momentum ? ahead : g);
+    return std::fma(-s.lr, PLAIN || s.has_momentum ? ahead : g, param);
   }
 };
 

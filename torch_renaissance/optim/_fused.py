@@ -15,11 +15,11 @@ from ..regions import Kind, Regions, classify
 from . import _native
 from ._plan import Options, Plan, Rule
 
-_SYNCS = 3  # at most: the plan is stale, then a gradient turns out unsupported, then it fits
+_ATTEMPTS = 4  # the plan is stale, a gradient turns out unsupported, state is foreign, it fits
 
 
 def module_groups(params) -> tuple[object, dict[Tensor, tuple[str, Kind]]]:
-    """An nn.Module as two param groups, weights and bias-like ones without decay; else unchanged."""
+    """A module as two param groups, weights and, without decay, bias-like ones; else unchanged."""
     if not isinstance(params, nn.Module):
         return params, {}
     known = classify(params)
@@ -84,7 +84,7 @@ class Fused:
                 "pack_gradients: this optimizer gathers its gradients; pass gradients='flat' to "
                 "tr.accelerate for contiguous ones"
             )
-        self._run(lambda: plan.host.pack(self.param_groups, self.state))
+        self._run(lambda: plan.host.pack(self.param_groups, self.state), lambda params: None)
         self._packed = True
         return plan.packed()
 
@@ -125,20 +125,26 @@ class Fused:
             plan = self._plan = Plan(self._rule, vars(self).get("_options") or Options())
         return plan
 
-    def _run(self, attempt: Callable[[], int]) -> None:
+    def _run(self, attempt: Callable[[], int], native: Callable[[set[Tensor]], None]) -> None:
+        """`attempt` until the plan fits; before it, `native` once for each parameter of torch's, so
+        that what torch's form refuses is refused before anything has changed."""
         plan = self._current_plan()
-        for _ in range(_SYNCS):
+        stepped: set[Tensor] = set()
+        for _ in range(_ATTEMPTS):
+            left = plan.native.keys() - stepped
+            if left:
+                native(left)
+                stepped |= left
             answer = attempt()
             if answer == _C.DONE:
                 return
             if answer == _C.UNSUPPORTED:
                 plan.leave_to_torch(plan.host.unsupported())
             plan.sync(self)
-        if attempt() != _C.DONE:
-            raise RuntimeError(
-                f"{type(self).__name__}.step: parameters or state change while the step prepares; "
-                "don't modify them from another thread"
-            )
+        raise RuntimeError(
+            f"{type(self).__name__}.step: parameters or state change while the step prepares; "
+            "don't modify them from another thread"
+        )
 
     def _update(self) -> None:
         plan = self._current_plan()
@@ -147,23 +153,18 @@ class Fused:
             self.pack_gradients()
         scale, found_inf, packed = own.get("grad_scale"), own.get("found_inf"), own.get("_packed")
         self._packed = False
+        self._run(
+            lambda: plan.host.run(self.param_groups, self.state, scale, found_inf, bool(packed)),
+            self._update_native,
+        )
 
-        def attempt() -> int:
-            return plan.host.run(self.param_groups, self.state, scale, found_inf, bool(packed))
+    def _update_native(self, params: set[Tensor]) -> None:
+        options = self._current_plan().options
 
-        if plan.native:
-            self._update_native(plan)
-        had = set(plan.native)
-        self._run(attempt)
-        if plan.native.keys() - had:
-            self._update_native(plan, plan.native.keys() - had)
-
-    def _update_native(self, plan: Plan, params=None) -> None:
         def decays(p: Tensor) -> bool:
-            kind = plan.options.known.get(p, (None, Kind.BIAS if p.ndim <= 1 else None))[1]
-            return plan.options.decay_bias_like or kind is None or not kind.bias_like
+            return options.decay_bias_like or not options.describe(p)[1].bias_like
 
-        _native.step(self, self._native, set(plan.native if params is None else params), decays)
+        _native.step(self, self._native, params, decays)
 
     def _portable_state(self) -> defaultdict:
         plan = vars(self).get("_plan")

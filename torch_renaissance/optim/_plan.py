@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .._ops import _C, build_info
-from ..regions import Block, Kind, Plane, Regions, Slot
+from ..regions import Block, Kind, Plane, Regions, Slot, kind_by_shape
 
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
@@ -22,6 +22,10 @@ class Options:
     decay_bias_like: bool = True
     gradients: str = "gather"
     known: dict[Tensor, tuple[str, Kind]] = field(default_factory=dict)
+
+    def describe(self, p: Tensor, name: str = "") -> tuple[str, Kind]:
+        """Name and kind of a parameter; one of no module has the given name, its kind by `ndim`."""
+        return self.known.get(p) or (name, kind_by_shape(p))
 
 
 @dataclass(frozen=True)
@@ -45,7 +49,7 @@ class Plan:
     def __init__(self, rule: Rule, options: Options):
         self.rule, self.options = rule, options
         self.slots: dict[Tensor, Slot] = {}
-        self.native: dict[Tensor, str] = {}
+        self.native: dict[Tensor, tuple[str, str]] = {}  # name, and why
         self.blocks: list[Block] = []
         self.host = _C.HostStep(rule.name)
         self._pending: list[tuple[dict, str, Tensor]] = []  # state entries to rebind at the end
@@ -72,16 +76,10 @@ class Plan:
     def leave_to_torch(self, entries: Sequence[int]) -> None:
         """Parameters whose gradient the kernels don't take are torch's from now on."""
         for slot in [self._entries[i] for i in entries]:
-            grad = slot.param.grad
-            self._drop(slot.param, f"gradient {grad.layout} {grad.dtype} {type(grad).__name__}")
+            self._drop(slot, why_unsupported(slot.param))
 
     def regions(self) -> Regions:
-        names = {p: self._describe(p, f"parameter {i}")[0] for i, p in enumerate(self.native)}
-        return Regions(
-            list(self.slots.values()),
-            self.blocks,
-            {names[p]: why for p, why in self.native.items()},
-        )
+        return Regions(list(self.slots.values()), self.blocks, dict(self.native.values()))
 
     def skipped_steps(self) -> int:
         return sum(int(counters[_C.SKIPPED]) for counters, _ in self._tables.values())
@@ -91,43 +89,44 @@ class Plan:
 
     # -- parameters ------------------------------------------------------------------------------
 
-    def _describe(self, p: Tensor, otherwise: str) -> tuple[str, Kind]:
-        kind = Kind.BIAS if p.ndim <= 1 else Kind.OTHER_WEIGHT
-        return self.options.known.get(p, (otherwise, kind))
-
-    def _drop(self, p: Tensor, why: str) -> None:
-        self.slots.pop(p, None)
-        self.native[p] = why
+    def _drop(self, slot: Slot, why: str) -> None:
+        self.slots.pop(slot.param, None)
+        self.native[slot.param] = slot.name, why
 
     def _place(self, optimizer) -> list[tuple[Tensor, Tensor]]:
         """Gives every parameter a slot or leaves it to torch; returns (parameter, new memory)."""
-        present: dict[Tensor, int] = {}
+        present: set[Tensor] = set()
+        twice: set[Tensor] = set()
         fresh: list[Slot] = []
         for g, group in enumerate(optimizer.param_groups):
             for i, p in enumerate(group["params"]):
-                present[p] = g
+                (twice if p in present else present).add(p)
                 slot = self.slots.get(p)
                 if slot is not None and slot.made_for != _made_for(p):
                     slot = self._convert(slot, optimizer.state.get(p))
                 if slot is not None:
                     slot.group = g
                 elif p not in self.native and (p.requires_grad or p.grad is not None):
-                    why = why_native(p, group)
-                    if why:
-                        self.native[p] = why
-                        continue
                     names = group.get("param_names")
                     name = names[i] if names else f"param_groups[{g}]['params'][{i}]"
-                    fresh.append(Slot(p, *self._describe(p, name), g, True, _made_for(p)))
+                    name, kind = self.options.describe(p, name)
+                    why = why_native(p, group)
+                    if why:
+                        self.native[p] = name, why
+                    elif p not in twice:
+                        fresh.append(Slot(p, name, kind, g, True, _made_for(p)))
         for gone in [p for p in self.slots if p not in present]:
             del self.slots[gone]
         for gone in [p for p in self.native if p not in present]:
             del self.native[gone]
         self.slots.update({s.param: s for s in fresh})
-        for slot in self.slots.values():
+        for slot in list(self.slots.values()):
             slot.decays = self.options.decay_bias_like or not slot.kind.bias_like
+            why = "is listed twice" if slot.param in twice else why_unsupported(slot.param)
+            if why:
+                self._drop(slot, why)
         for p in _overlapping(list(self.slots)):
-            self._drop(p, "shares memory with another parameter")
+            self._drop(self.slots[p], "shares memory with another parameter")
         fresh = [s for s in fresh if s.param in self.slots]
         return self._give_homes(fresh)
 
@@ -135,7 +134,7 @@ class Plan:
         for s in fresh:
             s.why_loose = why_loose(s.param)
         moves = []
-        for slots in _batches([s for s in fresh if not s.why_loose], lambda s: ()):
+        for slots in _batches([s for s in fresh if not s.why_loose], lambda s: None):
             block = Block(slots, [Plane.W])
             for i, s in enumerate(slots):
                 s.home, s.home_index = block, i
@@ -149,7 +148,7 @@ class Plan:
         del self.slots[slot.param]
         kept = [v for k, v in (state or {}).items() if k in self.rule.planes]
         if any(_kind_of(t) != _kind_of(slot.param) for t in kept if isinstance(t, Tensor)):
-            self.native[slot.param] = "its state has another dtype or device"
+            self._drop(slot, "its state has another dtype or device")
 
     def _prune(self) -> None:
         """Lets go of memory that nothing lies in any more."""
@@ -187,6 +186,8 @@ class Plan:
     def _adopt(self, slot: Slot, entry: dict, key: str) -> None:
         mine, value = slot.state.get(key), entry.get(key)
         if value is None:
+            if mine is not None:
+                self._reset(slot, key)
             return
         if mine is None:
             self._add_plane(slot.block, key)
@@ -194,7 +195,7 @@ class Plan:
         if value is mine and mine.data_ptr() == self._address(slot, key):
             return
         if isinstance(value, Tensor) and value.device.type == "cpu" and value.is_shared():
-            self._drop(slot.param, f"its {key} lies in shared memory")
+            self._drop(slot, f"its {key} lies in shared memory")
             return
         if value is mine:  # moved away under our hands, by `.data =` say: its values count
             value, mine = mine.clone(), self._slice(slot, key)
@@ -210,12 +211,14 @@ class Plan:
         if not self.rule.shows_step:  # a momentum buffer that exists has begun
             slot.block.steps[slot.index].clamp_(min=1)
 
-    def _forget(self, slot: Slot) -> None:
-        if slot.state:
+    def _reset(self, slot: Slot, key: str) -> None:
+        slot.state[key].zero_()
+        if not self.rule.shows_step:
             slot.block.steps[slot.index].zero_()
-            for key in self.rule.planes:
-                if key in slot.state:
-                    slot.state[key].zero_()
+
+    def _forget(self, slot: Slot) -> None:
+        for key in slot.state:
+            self._reset(slot, key)
 
     def _make_state(self, optimizer) -> None:
         """State as torch makes it: for a parameter that has a gradient, when it first has one."""
@@ -237,7 +240,7 @@ class Plan:
         return self.rule.needed(optimizer.param_groups[slot.group])
 
     def _give_blocks(self, optimizer, slots: list[Slot]) -> None:
-        for batch in _batches(slots, lambda s: self._needs(optimizer, s)):
+        for batch in _batches(slots, lambda s: (self._needs(optimizer, s), id(s.home))):
             home = batch[0].home
             # Where all tensors of a block of weights begin together, state joins them there.
             block = home if home and home.slots == batch and not _has_state(home) else None
@@ -318,11 +321,22 @@ class Plan:
             offset = s.block.offsets[s.index] if s.block else 0
             has_state = bool(optimizer.state.get(s.param))
             entries.append(
-                (s.param, s.group, s.decays, at, first + s.index, planes, has_state)
-                + (segment, offset)
+                (
+                    s.param,
+                    s.group,
+                    s.decays,
+                    at,
+                    first + s.index,
+                    planes,
+                    has_state,
+                    segment,
+                    offset,
+                )
             )
         groups = [list(g["params"]) for g in optimizer.param_groups]
-        self.host.set_plan(groups, optimizer.state, entries, launches)
+        known = self.slots.keys() | self.native.keys()
+        frozen = [p for group in groups for p in group if p not in known]
+        self.host.set_plan(groups, optimizer.state, entries, frozen, launches)
 
 
 def why_native(p: Tensor, group: dict) -> str:
@@ -338,6 +352,16 @@ def why_native(p: Tensor, group: dict) -> str:
     if not _C.is_dense(p):
         return f"strides {p.stride()} leave gaps"
     return "is an inference tensor" if p.is_inference() else ""
+
+
+def why_unsupported(p: Tensor) -> str:
+    """Why the kernels can't take the gradient that `p` has, or an empty string."""
+    grad = p.grad
+    if grad is None:
+        return ""
+    fits = grad.layout == torch.strided and _kind_of(grad) == _kind_of(p) and grad.shape == p.shape
+    plain = type(grad) in (nn.Parameter, Tensor)
+    return "" if fits and plain else f"its gradient is {grad.layout} {grad.dtype} {type(grad)}"
 
 
 def why_loose(p: Tensor) -> str:
@@ -381,17 +405,15 @@ def _has_state(block: Block) -> bool:
     return any(s.block is block for s in block.slots)
 
 
-def _batches(slots: list[Slot], needs: Callable[[Slot], tuple]) -> list[list[Slot]]:
-    """Slots that can share a block: same device, dtype and needs; sorted by group and kind."""
+def _batches(slots: list[Slot], apart: Callable[[Slot], object]) -> list[list[Slot]]:
+    """Slots that can share a block: same device, dtype and `apart`; sorted by group and kind."""
     batches: dict[tuple, list[Slot]] = {}
     for s in slots:
-        batches.setdefault((*_kind_of(s.param), needs(s)), []).append(s)
+        batches.setdefault((*_kind_of(s.param), apart(s)), []).append(s)
     result = []
     for batch in batches.values():
         batch.sort(key=lambda s: (s.group, s.kind))
-        result += [
-            batch[i : i + _C.MAX_SLOTS] for i in range(0, len(batch), _C.MAX_SLOTS)
-        ]
+        result += [batch[i : i + _C.MAX_SLOTS] for i in range(0, len(batch), _C.MAX_SLOTS)]
     return result
 
 
