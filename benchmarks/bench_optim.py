@@ -50,7 +50,7 @@ def graph_times(problem: Problem, rounds: int, budget: float, notes: list[str]) 
 def measure(problem: Problem, args: argparse.Namespace, device: torch.device) -> dict:
     rounds, budget, repeats = (3, 0.02, 15) if args.quick else (7, 0.05, 41)
     if device.type == "cpu":
-        repeats, budget = (3, 0.02) if args.quick else (7, 0.2)
+        repeats, budget = (3, 0.06) if args.quick else (7, 0.2)
     record = {
         "tensors": len(problem.start),
         "parameters": problem.size,

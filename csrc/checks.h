@@ -31,6 +31,13 @@ inline ScalarType scalar_type(const char* op, const at::Tensor& t) {
   }
 }
 
+// Where a slot's data begin. An empty tensor has no address; any non-null one marks its slot as
+// taking part.
+inline void* address_of(const at::Tensor& t) {
+  static char none;
+  return t.numel() > 0 ? t.data_ptr() : &none;
+}
+
 // Equal strides wherever they matter.
 inline bool same_layout(const at::Tensor& a, const at::Tensor& b) {
   for (int64_t d = 0; d < a.dim(); ++d) {
@@ -159,11 +166,6 @@ void describe(const char* op,
     }
   }
   slots.assign(total, Slot{nullptr, nullptr, 0});
-  // An empty tensor has no address; any non-null one marks its slot as taking part.
-  const auto address = [](const at::Tensor& t) -> void* {
-    static char none;
-    return t.numel() > 0 ? t.data_ptr() : &none;
-  };
   for (size_t i = 0; i < params.size(); ++i) {
     const at::Tensor &param = params[i], &grad = grads[i];
     TORCH_CHECK(places[i] >= 0 && places[i] < total,
@@ -229,7 +231,7 @@ void describe(const char* op,
                 places[i],
                 ", which another tensor has");
     slots[places[i]] = {
-        address(param), address(grad), rows.empty() ? 0 : static_cast<int32_t>(rows[i])};
+        address_of(param), address_of(grad), rows.empty() ? 0 : static_cast<int32_t>(rows[i])};
   }
   check_room(op, work, params, places, planes);
   work.slots = slots.data();

@@ -1,10 +1,9 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // optimizer.step() on the host: check that nothing moved, gather gradients, refresh the table of
-// hyper-parameters where a value changed, one op call a launch. A call costs microseconds.
+// hyper-parameters where a value changed, one launch a device and dtype. A call costs microseconds.
 #include "host.h"
 
 #include <ATen/ATen.h>
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <algorithm>
@@ -14,7 +13,7 @@
 #include <unordered_set>
 #include <vector>
 
-#include "capture.h"
+#include "backend.h"
 #include "checks.h"
 #include "math/hyper.h"
 #include "update.h"
@@ -56,59 +55,20 @@ struct Parameter {
   int64_t offset;  // within the segment's planes
 };
 
+// One op's worth of work: what sgd_ or adam_ would be told, kept from step to step.
 struct Launch {
-  std::vector<at::Tensor> planes[kMaxPlanes];
-  std::vector<at::Tensor> steps, chunks, packed;
+  std::vector<at::Tensor> held;  // planes, steps and chunks, whose addresses `update` has
+  std::vector<at::Tensor> packed;
   at::Tensor counters, hyper;
-  // Filled anew by each step.
-  std::vector<at::Tensor> params, grads;
-  std::vector<int64_t> slots, rows;
-  std::vector<const Parameter*> from;
+  Update update;
+  std::vector<Slot> slots;
+  bool active;                                            // some slot has a gradient
   std::vector<std::pair<at::Tensor, at::Tensor>> copies;  // (.grad, its copy in the right layout)
 };
 
 const at::Tensor& unpack(PyObject* object) { return THPVariable_Unpack(object); }
 
 bool is_tensor(PyObject* object) { return THPVariable_Check(object); }
-
-using SgdOp = void(at::TensorList,
-                   at::TensorList,
-                   at::TensorList,
-                   at::TensorList,
-                   const at::Tensor&,
-                   at::TensorList,
-                   at::IntArrayRef,
-                   at::IntArrayRef,
-                   const at::Tensor&,
-                   bool,
-                   const std::optional<at::Tensor>&,
-                   const std::optional<at::Tensor>&);
-using AdamOp = void(at::TensorList,
-                    at::TensorList,
-                    at::TensorList,
-                    at::TensorList,
-                    at::TensorList,
-                    at::TensorList,
-                    const at::Tensor&,
-                    at::TensorList,
-                    at::IntArrayRef,
-                    at::IntArrayRef,
-                    const at::Tensor&,
-                    bool,
-                    const std::optional<at::Tensor>&,
-                    const std::optional<at::Tensor>&);
-using PackOp = void(at::TensorList,
-                    at::TensorList,
-                    at::TensorList,
-                    at::TensorList,
-                    at::IntArrayRef,
-                    at::IntArrayRef);
-using SetHyperOp = void(const at::Tensor&, at::ArrayRef<double>);
-
-template <typename Signature>
-auto find_op(const char* op) {
-  return c10::Dispatcher::singleton().findSchemaOrThrow(op, "").typed<Signature>();
-}
 
 class HostStep {
  public:
@@ -160,57 +120,71 @@ class HostStep {
     }
   }
 
-  // One step. grad_scale and found_inf: tensors on any device, or None.
-  int run(const py::list& param_groups,
-          const py::dict& state,
-          const py::object& grad_scale,
-          const py::object& found_inf,
-          bool from_packed) {
-    int answer = gather(param_groups, state);
+  // One step of the optimizer whose attributes are `own`.
+  int run(const py::dict& own, bool from_packed) {
+    static PyObject *const grad_scale = name("grad_scale"), *const found_inf = name("found_inf");
+    const int answer = gather(own);
     if (answer != kDone) return answer;
     if (from_packed) use_packed();
     set_hyper();
-    {
-      const at::AutoDispatchBelowADInplaceOrView guard;
-      const auto scale = optional(grad_scale), inf = optional(found_inf);
-      bool counts_skips = true;
-      const py::gil_scoped_release release;
-      for (Launch& launch : launches_) {
-        if (launch.params.empty()) continue;
-        call(launch, counts_skips, on(scale, launch), on(inf, launch));
-        counts_skips = false;
-        if (scale.has_value()) {
-          for (auto& [grad, copy] : launch.copies) grad.copy_(copy);
-        }
-      }
-    }
+    const auto scale = scalar(own, grad_scale), inf = scalar(own, found_inf);
+    bool counts_skips = true;
     for (Launch& launch : launches_) {
-      for (const at::Tensor& p : launch.params) p.unsafeGetTensorImpl()->bump_version();
-      if (!grad_scale.is_none()) {
-        for (const at::Tensor& g : launch.grads) g.unsafeGetTensorImpl()->bump_version();
+      if (!launch.active) continue;
+      const auto on_device = [&](const std::optional<at::Tensor>& t) {
+        return t ? t->to(launch.counters.device(), at::kFloat, /*non_blocking=*/true)
+                 : at::Tensor();
+      };
+      const at::Tensor s = on_device(scale), i = on_device(inf);
+      launch.update.grad_scale = s.defined() ? s.const_data_ptr<float>() : nullptr;
+      launch.update.found_inf = i.defined() ? i.const_data_ptr<float>() : nullptr;
+      launch.update.counts_skips = counts_skips;
+      counts_skips = false;
+      {
+        std::optional<py::gil_scoped_release> release;
+        if (launch.counters.is_cpu()) release.emplace();
+        backend_of(launch.counters).update(launch.update, launch.counters);
+      }
+      if (s.defined()) {
+        const at::AutoDispatchBelowADInplaceOrView guard;
+        for (auto& [grad, copy] : launch.copies) grad.copy_(copy);
       }
     }
-    release_tensors();
+    // While the device works: autograd must see that the parameters changed in place.
+    for (const Parameter& p : parameters_) {
+      if (p.launch == kFitsNoLaunch || launches_[p.launch].slots[p.slot].grad == nullptr) continue;
+      const at::Tensor& param = unpack(p.object);
+      param.unsafeGetTensorImpl()->bump_version();
+      if (scale) param.unsafeGetTensorImpl()->grad().unsafeGetTensorImpl()->bump_version();
+    }
+    for (Launch& launch : launches_) launch.copies.clear();
     return kDone;
   }
 
   // Copies the gradients into each launch's packed planes.
-  int pack(const py::list& param_groups, const py::dict& state) {
-    const int answer = gather(param_groups, state);
+  int pack(const py::dict& own) {
+    const int answer = gather(own);
     if (answer != kDone) return answer;
-    static const auto op = find_op<PackOp>("torch_renaissance::pack_");
-    const at::AutoDispatchBelowADInplaceOrView guard;
     for (Launch& launch : launches_) {
-      std::vector<int64_t> counts;
-      for (const at::Tensor& s : launch.steps) counts.push_back(s.numel());
-      if (launch.params.empty()) {
-        for (at::Tensor& plane : launch.packed) plane.zero_();
-      } else {
-        op.call(launch.params, launch.grads, launch.packed, launch.chunks, launch.slots, counts);
+      Pack p{launch.update.dtype,
+             launch.slots.data(),
+             launch.update.n_slots,
+             {},
+             launch.update.n_segments};
+      for (int i = 0; i < p.n_segments; ++i) {
+        p.segments[i] = launch.update.segments[i];
+        p.segments[i].planes[0] = launch.packed[i].data_ptr();
       }
+      backend_of(launch.counters).pack(p, launch.counters);
+      launch.copies.clear();
     }
-    release_tensors();
     return kDone;
+  }
+
+  // How many launches the last step took.
+  int64_t launched() const {
+    return std::count_if(
+        launches_.begin(), launches_.end(), [](const Launch& l) { return l.active; });
   }
 
   // After kUnsupported: which entries have a gradient that the kernels don't take.
@@ -224,32 +198,44 @@ class HostStep {
     return t.has_storage() ? t.unsafeGetTensorImpl()->data() : nullptr;
   }
 
-  static std::optional<at::Tensor> optional(const py::object& o) {
-    return o.is_none() ? std::nullopt : std::make_optional(unpack(o.ptr()));
-  }
-
-  // The scalar on the launch's device in fp32: itself, or a copy without a sync.
-  static std::optional<at::Tensor> on(const std::optional<at::Tensor>& t, const Launch& launch) {
-    if (!t.has_value()) return t;
-    return t->to(launch.counters.device(), at::kFloat, /*non_blocking=*/true);
-  }
-
-  static std::vector<at::Tensor> tensors(const py::handle& list) {
-    std::vector<at::Tensor> result;
-    for (const auto& t : list) result.push_back(unpack(t.ptr()));
-    return result;
+  static std::optional<at::Tensor> scalar(const py::dict& own, PyObject* key) {
+    PyObject* o = PyDict_GetItem(own.ptr(), key);
+    return o == nullptr || o == Py_None ? std::nullopt : std::make_optional(unpack(o));
   }
 
   void add_launch(const py::dict& from) {
-    Launch launch;
-    int p = 0;
-    for (const auto& plane : from["planes"]) launch.planes[p++] = tensors(plane);
-    launch.steps = tensors(from["steps"]);
-    launch.chunks = tensors(from["chunks"]);
-    launch.packed = tensors(from["packed"]);
+    Launch launch{};
     launch.counters = unpack(py::object(from["counters"]).ptr());
     launch.hyper = unpack(py::object(from["hyper"]).ptr());
+    Update& u = launch.update;
+    u.rule = adam_ ? Rule::kAdam : Rule::kSgd;
+    u.counters = launch.counters.data_ptr<int32_t>();
+    u.hyper = launch.hyper.const_data_ptr<double>();
+    const auto keep = [&](const py::handle& t) -> const at::Tensor& {
+      return launch.held.emplace_back(unpack(t.ptr()));
+    };
+    for (const auto& item : from["segments"]) {
+      const auto segment = py::cast<py::dict>(item);
+      Segment& to = u.segments[u.n_segments++];
+      int p = 0;
+      for (const auto& plane : segment["planes"]) {
+        if (!plane.is_none()) to.planes[p] = keep(plane).data_ptr();
+        ++p;
+      }
+      to.steps = keep(segment["steps"]).data_ptr<float>();
+      to.n_slots = static_cast<int32_t>(launch.held.back().numel());
+      u.dtype = scalar_type("step", keep(segment["like"]));
+      const at::Tensor& chunks = keep(segment["chunks"]);
+      to.chunks = reinterpret_cast<const Chunk*>(chunks.const_data_ptr());
+      to.n_chunks = chunks.size(0);
+      to.first_slot = static_cast<int32_t>(u.n_slots);
+      u.n_slots += to.n_slots;
+      if (!segment["packed"].is_none()) launch.packed.push_back(unpack(segment["packed"].ptr()));
+    }
+    launch.slots.assign(u.n_slots, Slot{nullptr, nullptr, 0});
     launches_.push_back(std::move(launch));
+    // A vector's memory stays where it is when the vector is moved.
+    launches_.back().update.slots = launches_.back().slots.data();
   }
 
   void add_parameter(const py::tuple& entry) {
@@ -273,21 +259,22 @@ class HostStep {
                            entry[8].cast<int64_t>()});
   }
 
-  bool unchanged(const py::list& param_groups, const py::dict& state) const {
-    if (groups_.size() != param_groups.size()) return false;
+  bool unchanged(PyObject* param_groups, PyObject* state) const {
+    if (!PyList_Check(param_groups) || !PyDict_Check(state)) return false;
+    if (static_cast<Py_ssize_t>(groups_.size()) != PyList_GET_SIZE(param_groups)) return false;
     static PyObject* const params = name("params");
     for (size_t g = 0; g < groups_.size(); ++g) {
-      PyObject* list = PyDict_GetItem(PyList_GET_ITEM(param_groups.ptr(), g), params);
+      PyObject* list = PyDict_GetItem(PyList_GET_ITEM(param_groups, g), params);
       if (list == nullptr || !PyList_Check(list)) return false;
       if (PyList_GET_SIZE(list) != static_cast<Py_ssize_t>(groups_[g].size())) return false;
       for (size_t i = 0; i < groups_[g].size(); ++i) {
         if (PyList_GET_ITEM(list, i) != groups_[g][i]) return false;
       }
     }
-    if (PyDict_GET_SIZE(state.ptr()) != static_cast<Py_ssize_t>(state_.size())) return false;
+    if (PyDict_GET_SIZE(state) != static_cast<Py_ssize_t>(state_.size())) return false;
     PyObject *key = nullptr, *value = nullptr, *inner_key = nullptr, *inner = nullptr;
     size_t entry = 0, next = 0;
-    for (Py_ssize_t at = 0; PyDict_Next(state.ptr(), &at, &key, &value); ++entry) {
+    for (Py_ssize_t at = 0; PyDict_Next(state, &at, &key, &value); ++entry) {
       if (state_[entry].key != key || state_[entry].value != value) return false;
       if (!state_[entry].watched) continue;
       for (Py_ssize_t i = 0; PyDict_Next(value, &i, &inner_key, &inner); ++next) {
@@ -298,16 +285,20 @@ class HostStep {
     return next == values_.size();
   }
 
-  // Fills each launch's lists from the parameters that have a gradient, and rows_ from the groups.
-  int gather(const py::list& param_groups, const py::dict& state) {
-    if (!unchanged(param_groups, state)) return kOutdated;
+  // Fills each launch's slots from the parameters that have a gradient, and rows_ from the groups.
+  int gather(const py::dict& own) {
+    static PyObject *const groups = name("param_groups"), *const state = name("state");
+    PyObject* const param_groups = get(own.ptr(), groups);
+    if (!unchanged(param_groups, get(own.ptr(), state))) return kOutdated;
     for (PyObject* p : frozen_) {
       if (unpack(p).unsafeGetTensorImpl()->grad().defined()) return kOutdated;
     }
     read_rows(param_groups);
-    release_tensors();
+    for (Launch& launch : launches_) {
+      launch.active = false;
+      launch.copies.clear();
+    }
     unsupported_.clear();
-    const at::AutoDispatchBelowADInplaceOrView guard;
     for (size_t i = 0; i < parameters_.size(); ++i) {
       const Parameter& p = parameters_[i];
       const at::Tensor& param = unpack(p.object);
@@ -318,7 +309,10 @@ class HostStep {
         return kOutdated;
       }
       const at::Tensor& grad = impl->grad();
-      if (!grad.defined()) continue;
+      if (!grad.defined()) {
+        if (p.launch != kFitsNoLaunch) launches_[p.launch].slots[p.slot].grad = nullptr;
+        continue;
+      }
       if (!supported(param, grad)) {
         unsupported_.push_back(static_cast<int64_t>(i));
         continue;
@@ -328,16 +322,17 @@ class HostStep {
         return kOutdated;
       }
       Launch& launch = launches_[p.launch];
-      launch.params.push_back(param);
-      launch.slots.push_back(p.slot);
-      launch.rows.push_back(p.row);
-      launch.from.push_back(&p);
+      Slot& slot = launch.slots[p.slot];
+      slot = {address_of(param), nullptr, p.row};
+      launch.active = true;
       if (!grad.is_neg() && same_layout(param, grad)) {
-        launch.grads.push_back(grad);
+        slot.grad = address_of(grad);
       } else {
-        launch.grads.push_back(at::empty_strided(param.sizes(), param.strides(), grad.options()));
-        launch.grads.back().copy_(grad);
-        launch.copies.emplace_back(grad, launch.grads.back());
+        const at::AutoDispatchBelowADInplaceOrView guard;
+        at::Tensor copy = at::empty_strided(param.sizes(), param.strides(), grad.options());
+        copy.copy_(grad);
+        slot.grad = address_of(copy);
+        launch.copies.emplace_back(grad, std::move(copy));
       }
     }
     return unsupported_.empty() ? kDone : kUnsupported;
@@ -382,7 +377,7 @@ class HostStep {
     return true;
   }
 
-  void read_rows(const py::list& param_groups) {
+  void read_rows(PyObject* param_groups) {
     static PyObject *const lr = name("lr"), *const weight_decay = name("weight_decay"),
                            *const momentum = name("momentum"), *const dampening = name("dampening"),
                            *const nesterov = name("nesterov"), *const betas = name("betas"),
@@ -392,7 +387,7 @@ class HostStep {
     rows_.assign(2 * groups_.size() * kHyperColumns, 0.0);
     planes_needed_.assign(groups_.size(), 0);
     for (size_t g = 0; g < groups_.size(); ++g) {
-      PyObject* group = PyList_GET_ITEM(param_groups.ptr(), g);
+      PyObject* group = PyList_GET_ITEM(param_groups, g);
       double* row = rows_.data() + 2 * g * kHyperColumns;
       PyObject* rate = get(group, lr);
       if (read_on_device(rate)) {
@@ -431,14 +426,13 @@ class HostStep {
   // inside a capture hasn't happened yet: what the table holds is then not known.
   void set_hyper() {
     if (rows_ == hyper_) return;
-    static const auto op = find_op<SetHyperOp>("torch_renaissance::set_hyper_");
-    const at::AutoDispatchBelowADInplaceOrView guard;
     bool captured = false;
     for (size_t i = 0; i < launches_.size(); ++i) {
-      captured = captured || (launches_[i].hyper.is_cuda() && is_capturing());
+      const at::Tensor& hyper = launches_[i].hyper;
+      captured = captured || backend_of(hyper).is_capturing();
       bool done = false;
-      for (size_t j = 0; j < i; ++j) done = done || launches_[j].hyper.is_same(launches_[i].hyper);
-      if (!done) op.call(launches_[i].hyper, rows_);
+      for (size_t j = 0; j < i; ++j) done = done || launches_[j].hyper.is_same(hyper);
+      if (!done) backend_of(hyper).write(hyper.data_ptr<double>(), rows_, hyper);
     }
     hyper_ = rows_;
     if (captured) hyper_.clear();
@@ -446,63 +440,15 @@ class HostStep {
 
   // The gradients become slices of the packed planes; unscaled ones go back to .grad.
   void use_packed() {
-    for (Launch& launch : launches_) {
-      launch.copies.clear();
-      for (size_t i = 0; i < launch.grads.size(); ++i) {
-        const Parameter& p = *launch.from[i];
-        const at::Tensor& plane = launch.packed[p.segment];
-        at::Tensor slice = plane.as_strided(p.sizes, p.strides, plane.storage_offset() + p.offset);
-        launch.copies.emplace_back(unpack(p.object).grad(), slice);
-        launch.grads[i] = slice;
-      }
-    }
-  }
-
-  void call(Launch& l,
-            bool counts_skips,
-            const std::optional<at::Tensor>& scale,
-            const std::optional<at::Tensor>& inf) {
-    if (adam_) {
-      static const auto op = find_op<AdamOp>("torch_renaissance::adam_");
-      op.call(l.params,
-              l.grads,
-              l.planes[0],
-              l.planes[1],
-              l.planes[2],
-              l.steps,
-              l.counters,
-              l.chunks,
-              l.slots,
-              l.rows,
-              l.hyper,
-              counts_skips,
-              scale,
-              inf);
-    } else {
-      static const auto op = find_op<SgdOp>("torch_renaissance::sgd_");
-      op.call(l.params,
-              l.grads,
-              l.planes[0],
-              l.steps,
-              l.counters,
-              l.chunks,
-              l.slots,
-              l.rows,
-              l.hyper,
-              counts_skips,
-              scale,
-              inf);
-    }
-  }
-
-  void release_tensors() {
-    for (Launch& launch : launches_) {
-      launch.params.clear();
-      launch.grads.clear();
-      launch.slots.clear();
-      launch.rows.clear();
-      launch.from.clear();
-      launch.copies.clear();
+    for (Launch& launch : launches_) launch.copies.clear();
+    for (const Parameter& p : parameters_) {
+      if (p.launch == kFitsNoLaunch || launches_[p.launch].slots[p.slot].grad == nullptr) continue;
+      Launch& launch = launches_[p.launch];
+      const at::Tensor& plane = launch.packed[p.segment];
+      const at::Tensor slice =
+          plane.as_strided(p.sizes, p.strides, plane.storage_offset() + p.offset);
+      launch.copies.emplace_back(unpack(p.object).grad(), slice);
+      launch.slots[p.slot].grad = address_of(slice);
     }
   }
 
@@ -530,8 +476,22 @@ py::object slice_of(const py::object& region, int64_t offset, const py::object& 
   return py::reinterpret_steal<py::object>(THPVariable_Wrap(slice));
 }
 
-int64_t storage_use_count(const py::object& tensor) {
-  return static_cast<int64_t>(unpack(tensor.ptr()).storage().use_count());
+// torch keeps a storage's Python object once it was asked for; alone, that is no holder. (Before
+// 2.10 it isn't counted, and there is no such question.)
+template <typename PyObjectSlot>
+auto only_torch_holds(const PyObjectSlot* slot, int) -> decltype(slot->has_unique_reference()) {
+  return slot->has_unique_reference();
+}
+template <typename PyObjectSlot>
+bool only_torch_holds(const PyObjectSlot*, long) {
+  return false;
+}
+
+// How many tensors and Python storages share the memory of `tensor`, itself included.
+int64_t storage_holders(const py::object& tensor) {
+  const c10::Storage& storage = unpack(tensor.ptr()).storage();
+  const bool python = only_torch_holds(storage.unsafeGetStorageImpl()->pyobj_slot(), 0);
+  return static_cast<int64_t>(storage.use_count()) - (python ? 1 : 0);
 }
 
 // The chunks of tensors with these numbers of elements, at these offsets of their segment.
@@ -562,7 +522,7 @@ void bind_host(py::module_& m) {
   m.attr("COUNTERS") = int{kCounters};
   m.attr("SKIPPED") = int{kSkipped};
   m.def("slice_of", slice_of);
-  m.def("storage_use_count", storage_use_count);
+  m.def("storage_holders", storage_holders);
   m.def("is_dense", [](const py::object& tensor) {
     return unpack(tensor.ptr()).is_non_overlapping_and_dense();
   });
@@ -572,6 +532,7 @@ void bind_host(py::module_& m) {
       .def("set_plan", &HostStep::set_plan)
       .def("run", &HostStep::run)
       .def("pack", &HostStep::pack)
+      .def("launched", &HostStep::launched)
       .def("unsupported", &HostStep::unsupported);
   m.attr("DONE") = int{HostStep::kDone};
   m.attr("OUTDATED") = int{HostStep::kOutdated};

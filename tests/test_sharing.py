@@ -3,6 +3,7 @@
 # ties through `.data`, RNN weights, shared memory, `p.data` exchanged for something else.
 
 import copy
+import io
 import warnings
 
 import pytest
@@ -130,6 +131,10 @@ class Recurrent(nn.Module):
     def __init__(self, kind):
         super().__init__()
         self.rnn = kind(4, 6, num_layers=2, bidirectional=True, batch_first=True)
+
+    def __setstate__(self, state):  # a deepcopy's weights are apart; cuDNN wants them together
+        super().__setstate__(state)
+        self.rnn.flatten_parameters()
 
     def forward(self, x):
         return self.rnn(x)[0].pow(2).sum()
@@ -275,3 +280,19 @@ def test_original_of_a_copied_module_is_left_alone(usual, device, gradients):
     optimizer.step()
     assert all(p is q for p, q in zip(model.parameters(), twin.parameters(), strict=True))
     assert torch.equal(twin(x_of(device)), model(x_of(device)))
+
+
+def test_a_saved_checkpoint_holds_no_weight(device, gradients):
+    """torch keeps a storage's Python object alive once somebody asked for it."""
+    model = mlp().to(device)
+    torch.save(model.state_dict(), io.BytesIO())
+    for p in model.parameters():
+        p.untyped_storage().nbytes()
+    _, optimizer = tr.accelerate(
+        model, torch.optim.SGD(model.parameters(), 0.1), gradients=gradients
+    )
+    assert not tr.regions(optimizer).loose
+    held = mlp().to(device)
+    storages = [p.untyped_storage() for p in held.parameters()]
+    _, optimizer = tr.accelerate(held, torch.optim.SGD(held.parameters(), 0.1), gradients=gradients)
+    assert len(tr.regions(optimizer).loose) == len(storages)

@@ -135,7 +135,10 @@ class Block:
             self.add(plane)
         self.steps = torch.zeros(len(slots), dtype=torch.float32, device=self.device)
         table = _C.chunk_table(numels, self.offsets, first.element_size())
-        self.chunks = table.to(self.device)
+        if self.device.type == "cuda":  # from pinned memory the copy waits for nothing
+            table = table.pin_memory()
+        self.chunks = table.to(self.device, non_blocking=True)
+        self.like = torch.empty(0, dtype=self.dtype, device=self.device)
 
     def add(self, plane: Plane) -> None:
         if plane not in self.planes:

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "../backend.h"
 #include "update.h"
 
 namespace torch_renaissance {
@@ -16,6 +17,11 @@ struct Cpu {
     std::copy(values.begin(), values.end(), to);
   }
 };
+
+const bool registered = [] {
+  cpu_backend = {Cpu::update, Cpu::pack, Cpu::write, [] { return false; }};
+  return true;
+}();
 
 // On meta tensors, as torch.compile and opcheck use them, there is nothing to update. Real tensors
 // among them would be left alone in silence.

@@ -7,7 +7,7 @@
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 
-#include "../capture.h"
+#include "../backend.h"
 #include "launch.h"
 
 namespace torch_renaissance {
@@ -40,7 +40,7 @@ bool capturing() {
 }
 
 const bool registered = [] {
-  is_capturing = capturing;
+  cuda_backend = {Cuda::update, Cuda::pack, Cuda::write, capturing};
   return true;
 }();
 

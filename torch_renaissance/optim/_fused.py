@@ -13,8 +13,10 @@ from torch.optim import optimizer as _torch
 from .._ops import _C
 from ..regions import Kind, Regions, classify
 from . import _native
-from ._plan import Options, Plan, Rule
+from ._plan import Options, Plan, Rule, is_fresh, step_is_hosted
 
+_DONE = _C.DONE
+_profiler_enabled = torch.autograd._profiler_enabled
 _ATTEMPTS = 4  # the plan is stale, a gradient turns out unsupported, state is foreign, it fits
 
 
@@ -56,17 +58,24 @@ class Fused:
             RuntimeError: what torch's step raises for the parameters left to it, and where state
                 doesn't fit its parameter.
         """
+        own = self.__dict__
+        plan = own.get("_plan")
         if (
-            self._optimizer_step_pre_hooks
-            or self._optimizer_step_post_hooks
-            or _torch._global_optimizer_pre_hooks
-            or _torch._global_optimizer_post_hooks
-            or torch.autograd._profiler_enabled()
+            closure is None
+            and plan is not None
+            and plan.simple
+            and not own["_optimizer_step_pre_hooks"]
+            and not own["_optimizer_step_post_hooks"]
+            and not _torch._global_optimizer_pre_hooks
+            and not _torch._global_optimizer_post_hooks
+            and not _profiler_enabled()
+            and plan.host.run(own, False) == _DONE
         ):
-            return _step_with_hooks(self, closure)
-        return _plain_step(self, closure)
+            return None  # everything as it was at the last step: one call has done it
+        return _step_with_hooks(self, closure)
 
-    step.hooked = True  # torch need not wrap it: hooks and profiler are seen to above
+    step.hooked = True  # torch need not wrap it: hooks and profiler are seen to
+    step._torchdynamo_disable = True  # nothing in it is worth tracing
 
     def pack_gradients(self) -> list[Tensor]:
         """Copies the gradients into contiguous planes and returns them, one flat tensor a block.
@@ -84,7 +93,7 @@ class Fused:
                 "pack_gradients: this optimizer gathers its gradients; pass gradients='flat' to "
                 "tr.accelerate for contiguous ones"
             )
-        self._run(lambda: plan.host.pack(self.param_groups, self.state), lambda params: None)
+        self._run(lambda: plan.host.pack(vars(self)), lambda params: None)
         self._packed = True
         return plan.packed()
 
@@ -151,12 +160,9 @@ class Fused:
         own = vars(self)
         if plan.options.gradients == "flat" and not own.get("_packed"):
             self.pack_gradients()
-        scale, found_inf, packed = own.get("grad_scale"), own.get("found_inf"), own.get("_packed")
+        packed = bool(own.get("_packed"))
         self._packed = False
-        self._run(
-            lambda: plan.host.run(self.param_groups, self.state, scale, found_inf, bool(packed)),
-            self._update_native,
-        )
+        self._run(lambda: plan.host.run(own, packed), self._update_native)
 
     def _update_native(self, params: set[Tensor]) -> None:
         options = self._current_plan().options
@@ -176,16 +182,14 @@ class Fused:
             entry = self.state.get(p)
             if slot.block is None or not entry:
                 continue
-            counts = steps.setdefault(id(slot.block), slot.block.steps.cpu())
-            if counts[slot.index] == 0 and not any(
-                entry[k].any() for k in self._rule.planes if entry.get(k) is not None
-            ):
+            if id(slot.block) not in steps:
+                steps[id(slot.block)] = slot.block.steps.cpu()
+            step = steps[id(slot.block)][slot.index]
+            if is_fresh(slot, entry, self._rule, step):
                 del result[p]
-                continue
-            group = self.param_groups[slot.group]
-            hosted = not (group.get("capturable") or group.get("fused"))
-            if "step" in entry and hosted and slot.block.device.type != "cpu":
-                result[p] = {**entry, "step": counts[slot.index].clone()}
+            elif "step" in entry and slot.block.device.type != "cpu":
+                if step_is_hosted(self.param_groups[slot.group]):
+                    result[p] = {**entry, "step": step.clone()}
         return result
 
 
@@ -198,4 +202,4 @@ def _plain_step(self, closure: Callable | None = None):
     return loss
 
 
-_step_with_hooks = torch.optim.Optimizer.profile_hook_step(_plain_step)
+_step_with_hooks = torch._disable_dynamo(torch.optim.Optimizer.profile_hook_step(_plain_step))

@@ -6,8 +6,8 @@ from torch import Tensor
 
 
 def step(optimizer: torch.optim.Optimizer, native: type, params: set[Tensor], decays) -> None:
-    """One step of `native` (a class of torch.optim) over `params` only, in its for-loop form, which
-    takes every dtype and layout.
+    """One step of `native` (a class of torch.optim) over `params` only, bit for bit. A group with
+    fused=True takes the for-loop form: torch's fused one is wrong or refuses on such parameters.
 
     Works on a stand-in that shares the optimizer's state and options. A gradient scale and a found
     infinity are handled here as GradScaler does for optimizers that know nothing of them.
@@ -28,7 +28,9 @@ def step(optimizer: torch.optim.Optimizer, native: type, params: set[Tensor], de
         for decayed in (True, False):
             chosen = [p for p in group["params"] if p in active and decays(p) == decayed]
             if chosen:
-                own = {**group, "params": chosen, "foreach": False, "fused": False}
+                own = {**group, "params": chosen}
+                if own["fused"]:
+                    own |= {"foreach": False, "fused": False}
                 stand_in.param_groups.append(own if decayed else {**own, "weight_decay": 0})
     if native is torch.optim.SGD:
         _decay_decoupled(stand_in.param_groups)

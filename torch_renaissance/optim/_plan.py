@@ -52,9 +52,15 @@ class Plan:
         self.native: dict[Tensor, tuple[str, str]] = {}  # name, and why
         self.blocks: list[Block] = []
         self.host = _C.HostStep(rule.name)
+        self._dropped: list[Slot] = []  # whose state goes back to ordinary tensors
         self._pending: list[tuple[dict, str, Tensor]] = []  # state entries to rebind at the end
         self._tables: dict[torch.device, tuple[Tensor, Tensor]] = {}
         self._entries: list[Slot] = []
+
+    @property
+    def simple(self) -> bool:
+        """Whether `host` alone makes a step, unless something has changed."""
+        return not self.native and self.options.gradients == "gather"
 
     # -- what the outside asks for ---------------------------------------------------------------
 
@@ -70,6 +76,7 @@ class Plan:
                 p.data = weight
             for entry, key, value in self._pending:
                 entry[key] = value
+            self._return_state(optimizer)
             self._prune()
             self._hand_over(optimizer)
 
@@ -92,6 +99,7 @@ class Plan:
     def _drop(self, slot: Slot, why: str) -> None:
         self.slots.pop(slot.param, None)
         self.native[slot.param] = slot.name, why
+        self._dropped.append(slot)
 
     def _place(self, optimizer) -> list[tuple[Tensor, Tensor]]:
         """Gives every parameter a slot or leaves it to torch; returns (parameter, new memory)."""
@@ -236,6 +244,21 @@ class Plan:
                 if entry.get(key) is None:
                     entry[key] = slot.state[key]
 
+    def _return_state(self, optimizer) -> None:
+        """State of a parameter that is torch's from now on, as torch would have made it."""
+        for slot in self._dropped:
+            entry = optimizer.state.get(slot.param)
+            if not entry or not slot.state:
+                continue
+            if is_fresh(slot, entry, self.rule, slot.block.steps[slot.index]):
+                del optimizer.state[slot.param]
+                continue
+            group = optimizer.param_groups[slot.group]
+            for key in [k for k, v in entry.items() if v is slot.state.get(k)]:
+                hosted = key == "step" and step_is_hosted(group)
+                entry[key] = entry[key].cpu() if hosted else entry[key].clone()
+        self._dropped.clear()
+
     def _needs(self, optimizer, slot: Slot) -> tuple[str, ...]:
         return self.rule.needed(optimizer.param_groups[slot.group])
 
@@ -297,22 +320,18 @@ class Plan:
         for block in self._stateful():
             kind = (block.device, block.dtype)
             at = open_launch.get(kind)
-            if at is None or not _fits(launches[at], block):
+            if at is None or not _fits(launches[at]["segments"], block):
                 at = open_launch[kind] = len(launches)
                 counters, hyper = self._table(block.device, len(optimizer.param_groups))
-                launches.append(
-                    {"planes": [[], [], []], "steps": [], "chunks": [], "packed": []}
-                    | {"counters": counters, "hyper": hyper}
-                )
-            launch = launches[at]
-            first = sum(len(s) for s in launch["steps"])
-            place[id(block)] = (at, first, len(launch["steps"]))
-            none = torch.empty(0, dtype=block.dtype, device=block.device)
-            for i, plane in enumerate(self.rule.planes.values()):
-                launch["planes"][i].append(block.planes.get(plane, none))
-            launch["steps"].append(block.steps)
-            launch["chunks"].append(block.chunks)
-            launch["packed"].append(block.planes.get(Plane.G, none))
+                launches.append({"counters": counters, "hyper": hyper, "segments": []})
+            segments = launches[at]["segments"]
+            first = sum(len(s["steps"]) for s in segments)
+            place[id(block)] = (at, first, len(segments))
+            planes = [block.planes.get(plane) for plane in self.rule.planes.values()]
+            segments.append(
+                {"planes": planes, "steps": block.steps, "chunks": block.chunks}
+                | {"packed": block.planes.get(Plane.G), "like": block.like}
+            )
         self._entries = list(self.slots.values())
         entries = []
         for s in self._entries:
@@ -337,6 +356,17 @@ class Plan:
         known = self.slots.keys() | self.native.keys()
         frozen = [p for group in groups for p in group if p not in known]
         self.host.set_plan(groups, optimizer.state, entries, frozen, launches)
+
+
+def step_is_hosted(group: dict) -> bool:
+    """Whether torch keeps this group's step counters on the CPU."""
+    return not (group.get("capturable") or group.get("fused"))
+
+
+def is_fresh(slot: Slot, entry: dict, rule: Rule, step: Tensor) -> bool:
+    """Whether no step has counted yet, every one having been skipped: torch has no entry then."""
+    tensors = [entry[k] for k in rule.planes if entry.get(k) is not None]
+    return int(step) == 0 and not any(t.any() for t in tensors)
 
 
 def why_native(p: Tensor, group: dict) -> str:
@@ -366,7 +396,7 @@ def why_unsupported(p: Tensor) -> str:
 
 def why_loose(p: Tensor) -> str:
     """Why the weight can't be moved into a region without changing its meaning, or ''."""
-    if _C.storage_use_count(p) > 1:
+    if _C.storage_holders(p) > 1:
         return "its storage is shared"
     storage = p.untyped_storage()
     if p.storage_offset() or storage.nbytes() != p.nbytes:
@@ -417,6 +447,6 @@ def _batches(slots: list[Slot], apart: Callable[[Slot], object]) -> list[list[Sl
     return result
 
 
-def _fits(launch: dict, block: Block) -> bool:
-    slots = sum(len(s) for s in launch["steps"]) + len(block.slots)
-    return slots <= _C.MAX_SLOTS and len(launch["steps"]) < _C.MAX_SEGMENTS
+def _fits(segments: list[dict], block: Block) -> bool:
+    slots = sum(len(s["steps"]) for s in segments) + len(block.slots)
+    return slots <= _C.MAX_SLOTS and len(segments) < _C.MAX_SEGMENTS

@@ -1,0 +1,25 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// What runs on a device. The device files fill these in, so nobody needs their headers.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include "update.h"
+
+namespace torch_renaissance {
+
+// `like` names the device; work goes to its current stream.
+struct Backend {
+  void (*update)(const Update&, const at::Tensor& like) = nullptr;
+  void (*pack)(const Pack&, const at::Tensor& like) = nullptr;
+  void (*write)(double* to, at::ArrayRef<double> values, const at::Tensor& like) = nullptr;
+  bool (*is_capturing)() = nullptr;
+};
+
+inline Backend cpu_backend, cuda_backend;
+
+inline const Backend& backend_of(const at::Tensor& t) {
+  return t.is_cuda() ? cuda_backend : cpu_backend;
+}
+
+}  // namespace torch_renaissance
