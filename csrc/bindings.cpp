@@ -1,9 +1,12 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Every op's schema, once. The device files register their kernels; no header lies between.
+// Every op's schema, once, and what a build is.
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 #include <torch/library.h>
 
-#include "host.h"
+#include "host_step.h"
+#include "ops.h"
+#include "storage.h"
 
 namespace torch_renaissance {
 
@@ -28,9 +31,20 @@ TORCH_LIBRARY(torch_renaissance, m) {
   m.def("set_hyper_(Tensor(a!) hyper, float[] values) -> ()");
 }
 
+TORCH_LIBRARY_IMPL(torch_renaissance, CPU, m) { Ops::register_all(m); }
+#ifdef TR_WITH_CUDA
+TORCH_LIBRARY_IMPL(torch_renaissance, CUDA, m) { Ops::register_all(m); }
+#endif
+TORCH_LIBRARY_IMPL(torch_renaissance, Meta, m) {
+  for (const char* op : {"sgd_", "adam_", "pack_", "set_hyper_"}) {
+    m.impl(op, torch::CppFunction::makeFromBoxedFunction<&meta_op>());
+  }
+}
+
 }  // namespace torch_renaissance
 
 PYBIND11_MODULE(_C, m) {
+  using namespace torch_renaissance;
   m.def("build_info", [] {
     pybind11::dict info;
     info["torch"] = TR_TORCH_VERSION;
@@ -42,5 +56,25 @@ PYBIND11_MODULE(_C, m) {
     info["compiler"] = "g++ " __VERSION__;
     return info;
   });
-  torch_renaissance::bind_host(m);
+  m.attr("MAX_SEGMENTS") = kMaxSegments;
+  m.attr("MAX_SLOTS") = kMaxSlots;
+  m.attr("HYPER_COLUMNS") = int{kHyperColumns};
+  m.attr("COUNTERS") = int{kCounters};
+  m.attr("SKIPPED") = int{kSkipped};
+  m.def("slice_of", slice_of);
+  m.def("storage_holders", storage_holders);
+  m.def("is_dense", [](const py::object& tensor) {
+    return unpack(tensor.ptr()).is_non_overlapping_and_dense();
+  });
+  m.def("chunk_table", chunk_table);
+  py::class_<HostStep>(m, "HostStep")
+      .def(py::init<const std::string&>())
+      .def("set_plan", &HostStep::set_plan)
+      .def("run", &HostStep::run)
+      .def("pack", &HostStep::pack)
+      .def("launched", &HostStep::launched)
+      .def("unsupported", &HostStep::unsupported);
+  m.attr("DONE") = int{HostStep::kDone};
+  m.attr("OUTDATED") = int{HostStep::kOutdated};
+  m.attr("UNSUPPORTED") = int{HostStep::kUnsupported};
 }

@@ -1,19 +1,16 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The ops for one device, given what runs an update, packs gradients and writes values there.
+// The ops: checked tensors in, work for the backend of their device out.
 #pragma once
 
 #include <torch/library.h>
 
 #include <algorithm>
 
+#include "backend.h"
 #include "checks.h"
 
 namespace torch_renaissance {
 
-// Device: static void update(const Update&, const at::Tensor& like),
-//         static void pack(const Pack&, const at::Tensor& like),
-//         static void write(double* to, at::ArrayRef<double> values, const at::Tensor& like).
-template <typename Device>
 struct Ops {
   static void sgd_(at::TensorList params,
                    at::TensorList grads,
@@ -83,7 +80,7 @@ struct Ops {
     Pack p;
     std::vector<Slot> described;
     describe("pack_", p, described, params, grads, slots, {}, {planes}, chunks, counts);
-    Device::pack(p, params.front());
+    backend_of(params.front()).pack(p, params.front());
   }
 
   static void set_hyper_(const at::Tensor& hyper, at::ArrayRef<double> values) {
@@ -96,7 +93,7 @@ struct Ops {
                 " of ",
                 hyper.scalar_type(),
                 "; expected a contiguous float64 tensor of as many");
-    Device::write(hyper.data_ptr<double>(), values, hyper);
+    backend_of(hyper).write(hyper.data_ptr<double>(), values, hyper);
   }
 
   static void register_all(torch::Library& m) {
@@ -150,8 +147,30 @@ struct Ops {
     }
     describe_update(
         op, u, params.front(), steps, counters, hyper, rows, counts_skips, grad_scale, found_inf);
-    Device::update(u, params.front());
+    backend_of(params.front()).update(u, params.front());
   }
 };
+
+// On meta tensors, as torch.compile and opcheck use them, there is nothing to update. Real tensors
+// among them would be left alone in silence.
+inline void meta_op(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* stack) {
+  const auto& arguments = op.schema().arguments();
+  const auto check = [&](size_t i, const at::Tensor& t) {
+    TORCH_CHECK(t.is_meta(),
+                op.schema().name().substr(sizeof("torch_renaissance::") - 1),
+                ": ",
+                arguments[i].name(),
+                " is on ",
+                t.device(),
+                " while other arguments are on meta");
+  };
+  const auto values = torch::jit::last(*stack, arguments.size());
+  for (size_t i = 0; i < values.size(); ++i) {
+    if (values[i].isTensor()) check(i, values[i].toTensor());
+    if (!values[i].isTensorList()) continue;
+    for (const at::Tensor& t : values[i].toTensorVector()) check(i, t);
+  }
+  torch::jit::drop(*stack, arguments.size());
+}
 
 }  // namespace torch_renaissance

@@ -90,7 +90,7 @@ def test_bad_steps_are_skipped_whole_and_the_scale_recovers(usual, fused, device
 @each_usual
 def test_a_bad_value_anywhere_skips_every_group_dtype_and_loose_parameter(usual, device, gradients):
     params = [*parameters(device, torch.float32), *parameters(device, torch.float64)]
-    params += parameters(device, torch.bfloat16)[3:6]
+    params += parameters(device, torch.float16)[3:6]  # torch 2.11 can't look for inf in bfloat16
     model = nn.ParameterList(params)
     groups = [{"params": params[::2]}, {"params": params[1::2], "lr": 0.3}]
     optimizer = usual.native(groups, **usual.options)

@@ -56,7 +56,7 @@ def test_differentiable_leaves_a_graph_as_torchs_does(info, device):
         start = torch.linspace(-1, 1, 6, dtype=torch.float64, device=device, requires_grad=True)
         p = start.clone()
         p.grad = (start * start).clone()
-        optimizer = make([p], lr=0.1, weight_decay=0.1, differentiable=True)
+        optimizer = make([p], lr=0.1, weight_decay=0.1, differentiable=True, foreach=False)
         optimizer.step()
         (through,) = torch.autograd.grad(p.sum(), start)
         results.append((p.detach(), through))

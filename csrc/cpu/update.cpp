@@ -6,12 +6,13 @@
 #include <c10/util/BFloat16.h>
 #include <c10/util/Half.h>
 
+#include <algorithm>
 #include <cstring>
 #include <vector>
 
+#include "../backend.h"
 #include "../math/adam.h"
 #include "../math/sgd.h"
-#include "update.h"
 
 // Builds each loop for processors with fused multiply-add as well, and picks at load time; the
 // formulas say where to fuse, so all give the same bits.
@@ -213,5 +214,19 @@ void pack_cpu(const Pack& p) {
     });
   }
 }
+
+namespace {
+
+const bool registered = [] {
+  cpu_backend.update = [](const Update& u, const at::Tensor&) { update_cpu(u); };
+  cpu_backend.pack = [](const Pack& p, const at::Tensor&) { pack_cpu(p); };
+  cpu_backend.write = [](double* to, at::ArrayRef<double> values, const at::Tensor&) {
+    std::copy(values.begin(), values.end(), to);
+  };
+  cpu_backend.is_capturing = [] { return false; };
+  return true;
+}();
+
+}  // namespace
 
 }  // namespace torch_renaissance

@@ -254,7 +254,9 @@ class Plan:
                 del optimizer.state[slot.param]
                 continue
             group = optimizer.param_groups[slot.group]
-            for key in [k for k, v in entry.items() if v is slot.state.get(k)]:
+            for key, mine in slot.state.items():
+                if entry.get(key) is not mine or mine.data_ptr() != self._address(slot, key):
+                    continue
                 hosted = key == "step" and step_is_hosted(group)
                 entry[key] = entry[key].cpu() if hosted else entry[key].clone()
         self._dropped.clear()

@@ -1,13 +1,12 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Registers the ops for CUDA: tensors in, launchers out, on the current stream.
-#include "../ops.h"
+// The CUDA backend: launchers on the current stream of the tensors' device.
+#include "../backend.h"
 
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGraphsC10Utils.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 
-#include "../backend.h"
 #include "launch.h"
 
 namespace torch_renaissance {
@@ -45,7 +44,5 @@ const bool registered = [] {
 }();
 
 }  // namespace
-
-TORCH_LIBRARY_IMPL(torch_renaissance, CUDA, m) { Ops<Cuda>::register_all(m); }
 
 }  // namespace torch_renaissance

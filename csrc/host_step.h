@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // optimizer.step() on the host: check that nothing moved, gather gradients, refresh the table of
 // hyper-parameters where a value changed, one launch a device and dtype. A call costs microseconds.
-#include "host.h"
+#pragma once
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty_strided.h>
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <algorithm>
@@ -19,13 +20,11 @@
 #include "update.h"
 
 namespace torch_renaissance {
-namespace {
-
 namespace py = pybind11;
 
-constexpr int kFitsNoLaunch = -1;
+inline constexpr int kFitsNoLaunch = -1;
 
-PyObject* name(const char* text) { return PyUnicode_InternFromString(text); }
+inline PyObject* name(const char* text) { return PyUnicode_InternFromString(text); }
 
 // An entry of optimizer.state. Those of parameters left to torch come and go unwatched.
 struct Entry {
@@ -66,9 +65,9 @@ struct Launch {
   std::vector<std::pair<at::Tensor, at::Tensor>> copies;  // (.grad, its copy in the right layout)
 };
 
-const at::Tensor& unpack(PyObject* object) { return THPVariable_Unpack(object); }
+inline const at::Tensor& unpack(PyObject* object) { return THPVariable_Unpack(object); }
 
-bool is_tensor(PyObject* object) { return THPVariable_Check(object); }
+inline bool is_tensor(PyObject* object) { return THPVariable_Check(object); }
 
 class HostStep {
  public:
@@ -464,79 +463,5 @@ class HostStep {
   std::vector<int> planes_needed_;
   std::vector<int64_t> unsupported_;
 };
-
-// A tensor of its own storage over part of a region: tools that look at storages see an ordinary
-// tensor, and the deleter keeps the region alive.
-py::object slice_of(const py::object& region, int64_t offset, const py::object& like) {
-  const at::Tensor& r = unpack(region.ptr());
-  const at::Tensor& l = unpack(like.ptr());
-  auto data = static_cast<char*>(r.data_ptr()) + offset * r.element_size();
-  at::Tensor slice =
-      at::from_blob(data, l.sizes(), l.strides(), [r](void*) {}, r.options(), r.device());
-  return py::reinterpret_steal<py::object>(THPVariable_Wrap(slice));
-}
-
-// torch keeps a storage's Python object once it was asked for; alone, that is no holder. (Before
-// 2.10 it isn't counted, and there is no such question.)
-template <typename PyObjectSlot>
-auto only_torch_holds(const PyObjectSlot* slot, int) -> decltype(slot->has_unique_reference()) {
-  return slot->has_unique_reference();
-}
-template <typename PyObjectSlot>
-bool only_torch_holds(const PyObjectSlot*, long) {
-  return false;
-}
-
-// How many tensors and Python storages share the memory of `tensor`, itself included.
-int64_t storage_holders(const py::object& tensor) {
-  const c10::Storage& storage = unpack(tensor.ptr()).storage();
-  const bool python = only_torch_holds(storage.unsafeGetStorageImpl()->pyobj_slot(), 0);
-  return static_cast<int64_t>(storage.use_count()) - (python ? 1 : 0);
-}
-
-// The chunks of tensors with these numbers of elements, at these offsets of their segment.
-py::object chunk_table(const std::vector<int64_t>& numels,
-                       const std::vector<int64_t>& offsets,
-                       int64_t element_size) {
-  const int64_t length = kChunkBytes / element_size;
-  std::vector<Chunk> chunks;
-  for (size_t s = 0; s < numels.size(); ++s) {
-    int64_t start = 0;
-    do {  // an empty tensor has one empty chunk: its step counter goes on
-      const auto count = static_cast<int32_t>(std::min(length, numels[s] - start));
-      chunks.push_back({offsets[s] + start, start, count, static_cast<int32_t>(s)});
-      start += length;
-    } while (start < numels[s]);
-  }
-  at::Tensor table = at::empty({static_cast<int64_t>(chunks.size()), kChunkWords}, at::kLong);
-  std::memcpy(table.data_ptr(), chunks.data(), chunks.size() * sizeof(Chunk));
-  return py::reinterpret_steal<py::object>(THPVariable_Wrap(table));
-}
-
-}  // namespace
-
-void bind_host(py::module_& m) {
-  m.attr("MAX_SEGMENTS") = kMaxSegments;
-  m.attr("MAX_SLOTS") = kMaxSlots;
-  m.attr("HYPER_COLUMNS") = int{kHyperColumns};
-  m.attr("COUNTERS") = int{kCounters};
-  m.attr("SKIPPED") = int{kSkipped};
-  m.def("slice_of", slice_of);
-  m.def("storage_holders", storage_holders);
-  m.def("is_dense", [](const py::object& tensor) {
-    return unpack(tensor.ptr()).is_non_overlapping_and_dense();
-  });
-  m.def("chunk_table", chunk_table);
-  py::class_<HostStep>(m, "HostStep")
-      .def(py::init<const std::string&>())
-      .def("set_plan", &HostStep::set_plan)
-      .def("run", &HostStep::run)
-      .def("pack", &HostStep::pack)
-      .def("launched", &HostStep::launched)
-      .def("unsupported", &HostStep::unsupported);
-  m.attr("DONE") = int{HostStep::kDone};
-  m.attr("OUTDATED") = int{HostStep::kOutdated};
-  m.attr("UNSUPPORTED") = int{HostStep::kUnsupported};
-}
 
 }  // namespace torch_renaissance
