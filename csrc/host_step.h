@@ -131,8 +131,9 @@ class HostStep {
     for (Launch& launch : launches_) {
       if (!launch.active) continue;
       const auto on_device = [&](const std::optional<at::Tensor>& t) {
-        return t ? t->to(launch.counters.device(), at::kFloat, /*non_blocking=*/true)
-                 : at::Tensor();
+        // To the CPU it must block: the value is read at once.
+        const bool non_blocking = launch.counters.is_cuda();
+        return t ? t->to(launch.counters.device(), at::kFloat, non_blocking) : at::Tensor();
       };
       const at::Tensor s = on_device(scale), i = on_device(inf);
       launch.update.grad_scale = s.defined() ? s.const_data_ptr<float>() : nullptr;

@@ -204,7 +204,8 @@ class PlaneView:
         at = sorted(b.slots.index(s) for s in chosen)
         if away or at != list(range(at[0], at[-1] + 1)):
             raise ValueError(
-                f"{where} don't lie together in block {block}; moved: {away or 'none'}"
+                f"{where} don't lie together in block {block}; "
+                f"moved away: {', '.join(away) or 'none'}"
             )
         stop = b.offsets[at[-1] + 1] if at[-1] + 1 < len(b.offsets) else b.size
         return b.planes[self._plane][b.offsets[at[0]] : stop]
