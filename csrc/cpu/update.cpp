@@ -40,55 +40,131 @@ struct OpMath<double> {
 template <typename scalar_t>
 using opmath_t = typename OpMath<scalar_t>::type;
 
+// How a dtype lies in memory. The 16-bit ones are handled as integers: gcc vectorises no loop over
+// their classes.
+template <typename scalar_t>
+struct Memory {
+  using type = scalar_t;
+  static scalar_t load(scalar_t v) { return v; }
+  static scalar_t save(scalar_t v) { return v; }
+};
+template <>
+struct Memory<c10::Half> {
+  using type = uint16_t;
+  // Exponents move by 112 between the formats. Every case is computed and one chosen, so that the
+  // loop has no branches; a subnormal is shifted into place by adding or taking away a float.
+  static float load(uint16_t v) {
+    using namespace c10::detail;
+    const uint32_t shifted = (v & 0x7fffu) << 13, sign = (v & 0x8000u) << 16;
+    const uint32_t normal = shifted + 0x38000000u, special = shifted + 0x70000000u;
+    const uint32_t small =
+        fp32_to_bits(fp32_from_bits(shifted + 0x38800000u) - fp32_from_bits(0x38800000u));
+    const uint32_t finite = shifted < 0x00800000u ? small : normal;
+    return fp32_from_bits((shifted >= 0x0f800000u ? special : finite) | sign);
+  }
+  static uint16_t save(float v) {
+    using namespace c10::detail;
+    const uint32_t bits = fp32_to_bits(v), sign = bits & 0x80000000u, size = bits ^ sign;
+    const uint32_t special = size > 0x7f800000u ? 0x7e00u : 0x7c00u;
+    const uint32_t small = fp32_to_bits(fp32_from_bits(size) + 0.5f) - 0x3f000000u;
+    const uint32_t normal = (size + 0xc8000fffu + ((size >> 13) & 1)) >> 13;  // to nearest even
+    const uint32_t finite = size < 0x38800000u ? small : normal;
+    const uint32_t chosen = size >= 0x47800000u ? special : finite;
+    return static_cast<uint16_t>(chosen | sign >> 16);
+  }
+};
+template <>
+struct Memory<c10::BFloat16> {
+  using type = uint16_t;
+  static float load(uint16_t v) { return c10::detail::f32_from_bits(v); }
+  static uint16_t save(float v) { return c10::detail::round_to_nearest_even(v); }
+};
+template <typename scalar_t>
+using memory_t = typename Memory<scalar_t>::type;
+
+#define TR_INLINE inline __attribute__((always_inline))
+
 // PLANES: how many of the rule's state planes the segment has. PLAIN: the usual case, no scale.
-template <typename R, int PLANES, bool PLAIN, typename scalar_t>
-inline __attribute__((always_inline)) void update_span(
-    const typename R::template Scalars<opmath_t<scalar_t>>& s,
-    scalar_t* __restrict__ param,
-    scalar_t* __restrict__ grad,
-    scalar_t* __restrict__ plane0,
-    scalar_t* __restrict__ plane1,
-    scalar_t* __restrict__ plane2,
-    opmath_t<scalar_t> grad_scale,
-    int64_t count) {
-  using T = opmath_t<scalar_t>;
+template <typename R, int PLANES, bool PLAIN, typename T>
+TR_INLINE void update_values(const typename R::template Scalars<T>& s,
+                             T* __restrict__ param,
+                             const T* __restrict__ grad,
+                             T* __restrict__ plane0,
+                             T* __restrict__ plane1,
+                             T* __restrict__ plane2,
+                             T grad_scale,
+                             int64_t count) {
   for (int64_t i = 0; i < count; ++i) {
     T state[kMaxPlanes] = {};
-    if constexpr (PLANES > 0) state[0] = static_cast<T>(plane0[i]);
-    if constexpr (PLANES > 1) state[1] = static_cast<T>(plane1[i]);
-    if constexpr (PLANES > 2) state[2] = static_cast<T>(plane2[i]);
-    T g = static_cast<T>(grad[i]);
+    if constexpr (PLANES > 0) state[0] = plane0[i];
+    if constexpr (PLANES > 1) state[1] = plane1[i];
+    if constexpr (PLANES > 2) state[2] = plane2[i];
+    T g = grad[i];
     if constexpr (!PLAIN) g = g / grad_scale;
-    param[i] =
-        static_cast<scalar_t>(R::template update<PLAIN, T>(s, static_cast<T>(param[i]), g, state));
-    if constexpr (PLANES > 0) plane0[i] = static_cast<scalar_t>(state[0]);
-    if constexpr (PLANES > 1) plane1[i] = static_cast<scalar_t>(state[1]);
-    if constexpr (PLANES > 2) plane2[i] = static_cast<scalar_t>(state[2]);
+    param[i] = R::template update<PLAIN, T>(s, param[i], g, state);
+    if constexpr (PLANES > 0) plane0[i] = state[0];
+    if constexpr (PLANES > 1) plane1[i] = state[1];
+    if constexpr (PLANES > 2) plane2[i] = state[2];
   }
 }
 
 template <typename scalar_t>
-void unscale_span(scalar_t* grad, opmath_t<scalar_t> grad_scale, int64_t count) {
+TR_INLINE void load_values(float* __restrict__ to, const uint16_t* __restrict__ from, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) to[i] = Memory<scalar_t>::load(from[i]);
+}
+
+template <typename scalar_t>
+TR_INLINE void save_values(uint16_t* __restrict__ to, const float* __restrict__ from, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) to[i] = Memory<scalar_t>::save(from[i]);
+}
+
+// 16-bit values go through fp32 in pieces that stay in L1: gcc vectorises each loop alone, but not
+// conversion and update in one.
+template <typename R, int PLANES, bool PLAIN, typename scalar_t>
+TR_INLINE void update_span(const typename R::template Scalars<opmath_t<scalar_t>>& s,
+                           memory_t<scalar_t>* param,
+                           memory_t<scalar_t>* grad,
+                           memory_t<scalar_t>* const* planes,
+                           opmath_t<scalar_t> grad_scale,
+                           int64_t count) {
+  if constexpr (sizeof(scalar_t) > sizeof(uint16_t)) {
+    update_values<R, PLANES, PLAIN, scalar_t>(
+        s, param, grad, planes[0], planes[1], planes[2], grad_scale, count);
+  } else {
+    constexpr int64_t kPiece = 256;
+    float w[kPiece], g[kPiece], state[kMaxPlanes][kPiece];
+    for (int64_t i = 0; i < count; i += kPiece) {
+      const int64_t n = std::min(kPiece, count - i);
+      load_values<scalar_t>(w, param + i, n);
+      load_values<scalar_t>(g, grad + i, n);
+      for (int p = 0; p < PLANES; ++p) load_values<scalar_t>(state[p], planes[p] + i, n);
+      update_values<R, PLANES, PLAIN, float>(s, w, g, state[0], state[1], state[2], grad_scale, n);
+      save_values<scalar_t>(param + i, w, n);
+      for (int p = 0; p < PLANES; ++p) save_values<scalar_t>(planes[p] + i, state[p], n);
+    }
+  }
+}
+
+template <typename scalar_t>
+void unscale_span(memory_t<scalar_t>* grad, opmath_t<scalar_t> grad_scale, int64_t count) {
   for (int64_t i = 0; i < count; ++i) {
-    grad[i] = static_cast<scalar_t>(static_cast<opmath_t<scalar_t>>(grad[i]) / grad_scale);
+    grad[i] = Memory<scalar_t>::save(Memory<scalar_t>::load(grad[i]) / grad_scale);
   }
 }
 
 // target_clones takes functions, not templates: one per rule, number of planes and dtype.
-#define TR_SPAN(NAME, RULE, PLANES, scalar_t)                                  \
-  TR_VECTOR_CLONES void NAME(const RULE::Scalars<opmath_t<scalar_t>>& s,       \
-                             scalar_t* param,                                  \
-                             scalar_t* grad,                                   \
-                             scalar_t* const* planes,                          \
-                             opmath_t<scalar_t> grad_scale,                    \
-                             int64_t count) {                                  \
-    if (s.plain && grad_scale == 1) {                                          \
-      update_span<RULE, PLANES, true, scalar_t>(                               \
-          s, param, grad, planes[0], planes[1], planes[2], grad_scale, count); \
-    } else {                                                                   \
-      update_span<RULE, PLANES, false, scalar_t>(                              \
-          s, param, grad, planes[0], planes[1], planes[2], grad_scale, count); \
-    }                                                                          \
+#define TR_SPAN(NAME, RULE, PLANES, scalar_t)                                                \
+  TR_VECTOR_CLONES void NAME(const RULE::Scalars<opmath_t<scalar_t>>& s,                     \
+                             memory_t<scalar_t>* param,                                      \
+                             memory_t<scalar_t>* grad,                                       \
+                             memory_t<scalar_t>* const* planes,                              \
+                             opmath_t<scalar_t> grad_scale,                                  \
+                             int64_t count) {                                                \
+    if (s.plain && grad_scale == 1) {                                                        \
+      update_span<RULE, PLANES, true, scalar_t>(s, param, grad, planes, grad_scale, count);  \
+    } else {                                                                                 \
+      update_span<RULE, PLANES, false, scalar_t>(s, param, grad, planes, grad_scale, count); \
+    }                                                                                        \
   }
 #define TR_SPANS(RULE, PLANES, PREFIX)            \
   TR_SPAN(PREFIX##_float, RULE, PLANES, float)    \
@@ -103,9 +179,9 @@ TR_SPANS(SgdRule, 1, momentum)
 
 template <typename R, typename scalar_t>
 using Span = void (*)(const typename R::template Scalars<opmath_t<scalar_t>>&,
-                      scalar_t*,
-                      scalar_t*,
-                      scalar_t* const*,
+                      memory_t<scalar_t>*,
+                      memory_t<scalar_t>*,
+                      memory_t<scalar_t>* const*,
                       opmath_t<scalar_t>,
                       int64_t);
 
@@ -143,20 +219,20 @@ void update(const Update& u, Span<R, scalar_t> with_all_planes, Span<R, scalar_t
         scalars = R::template scalars<T>(h, R::correction(h, segment->steps[chunk->slot] + 1.0));
         current = &slot;
       }
-      scalar_t* planes[kMaxPlanes];
+      memory_t<scalar_t>* planes[kMaxPlanes];
       for (int p = 0; p < kMaxPlanes; ++p) {
-        auto plane = static_cast<scalar_t*>(segment->planes[p]);
+        auto plane = static_cast<memory_t<scalar_t>*>(segment->planes[p]);
         planes[p] = plane != nullptr ? plane + chunk->offset : nullptr;
       }
       const auto span = planes[R::kPlanes - 1] != nullptr ? with_all_planes : without_last;
-      auto grad = static_cast<scalar_t*>(slot.grad) + chunk->start;
+      auto grad = static_cast<memory_t<scalar_t>*>(slot.grad) + chunk->start;
       span(scalars,
-           static_cast<scalar_t*>(slot.param) + chunk->start,
+           static_cast<memory_t<scalar_t>*>(slot.param) + chunk->start,
            grad,
            planes,
            grad_scale,
            chunk->count);
-      if (u.grad_scale != nullptr) unscale_span(grad, grad_scale, chunk->count);
+      if (u.grad_scale != nullptr) unscale_span<scalar_t>(grad, grad_scale, chunk->count);
     }
   });
   for (int i = 0; i < u.n_segments; ++i) {

@@ -13,7 +13,8 @@ from torch.optim import optimizer as _torch
 from .._ops import _C
 from ..regions import Kind, Regions, classify
 from . import _native
-from ._plan import Options, Plan, Rule, is_fresh, step_is_hosted
+from ._judge import is_fresh, step_is_hosted
+from ._plan import Options, Plan, Rule
 
 _DONE = _C.DONE
 _profiler_enabled = torch.autograd._profiler_enabled
@@ -185,7 +186,7 @@ class Fused:
             if id(slot.block) not in steps:
                 steps[id(slot.block)] = slot.block.steps.cpu()
             step = steps[id(slot.block)][slot.index]
-            if is_fresh(slot, entry, self._rule, step):
+            if is_fresh(entry, self._rule.planes, step):
                 del result[p]
             elif "step" in entry and slot.block.device.type != "cpu":
                 if step_is_hosted(self.param_groups[slot.group]):

@@ -7,12 +7,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from .._ops import _C, build_info
+from .._ops import _C
 from ..regions import Block, Kind, Plane, Regions, Slot, kind_by_shape
-
-_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+from ._judge import (
+    is_fresh,
+    kind_of,
+    made_for,
+    overlapping,
+    step_is_hosted,
+    why_loose,
+    why_native,
+    why_unsupported,
+)
 
 
 @dataclass
@@ -110,7 +118,7 @@ class Plan:
             for i, p in enumerate(group["params"]):
                 (twice if p in present else present).add(p)
                 slot = self.slots.get(p)
-                if slot is not None and slot.made_for != _made_for(p):
+                if slot is not None and slot.made_for != made_for(p):
                     slot = self._convert(slot, optimizer.state.get(p))
                 if slot is not None:
                     slot.group = g
@@ -122,7 +130,7 @@ class Plan:
                     if why:
                         self.native[p] = name, why
                     elif p not in twice:
-                        fresh.append(Slot(p, name, kind, g, True, _made_for(p)))
+                        fresh.append(Slot(p, name, kind, g, True, made_for(p)))
         for gone in [p for p in self.slots if p not in present]:
             del self.slots[gone]
         for gone in [p for p in self.native if p not in present]:
@@ -133,7 +141,7 @@ class Plan:
             why = "is listed twice" if slot.param in twice else why_unsupported(slot.param)
             if why:
                 self._drop(slot, why)
-        for p in _overlapping(list(self.slots)):
+        for p in overlapping(list(self.slots)):
             self._drop(self.slots[p], "shares memory with another parameter")
         fresh = [s for s in fresh if s.param in self.slots]
         return self._give_homes(fresh)
@@ -155,7 +163,7 @@ class Plan:
         starts anew, unless state of the old kind is left, which torch will judge."""
         del self.slots[slot.param]
         kept = [v for k, v in (state or {}).items() if k in self.rule.planes]
-        if any(_kind_of(t) != _kind_of(slot.param) for t in kept if isinstance(t, Tensor)):
+        if any(kind_of(t) != kind_of(slot.param) for t in kept if isinstance(t, Tensor)):
             self._drop(slot, "its state has another dtype or device")
 
     def _prune(self) -> None:
@@ -250,7 +258,7 @@ class Plan:
             entry = optimizer.state.get(slot.param)
             if not entry or not slot.state:
                 continue
-            if is_fresh(slot, entry, self.rule, slot.block.steps[slot.index]):
+            if is_fresh(entry, self.rule.planes, slot.block.steps[slot.index]):
                 del optimizer.state[slot.param]
                 continue
             group = optimizer.param_groups[slot.group]
@@ -360,79 +368,6 @@ class Plan:
         self.host.set_plan(groups, optimizer.state, entries, frozen, launches)
 
 
-def step_is_hosted(group: dict) -> bool:
-    """Whether torch keeps this group's step counters on the CPU."""
-    return not (group.get("capturable") or group.get("fused"))
-
-
-def is_fresh(slot: Slot, entry: dict, rule: Rule, step: Tensor) -> bool:
-    """Whether no step has counted yet, every one having been skipped: torch has no entry then."""
-    tensors = [entry[k] for k in rule.planes if entry.get(k) is not None]
-    return int(step) == 0 and not any(t.any() for t in tensors)
-
-
-def why_native(p: Tensor, group: dict) -> str:
-    """Why the kernels can't update `p`, or an empty string."""
-    if group.get("differentiable"):
-        return "differentiable=True"
-    if type(p) not in (nn.Parameter, Tensor):
-        return f"is a {type(p).__name__}"
-    if p.layout != torch.strided or p.dtype not in _DTYPES:
-        return f"{p.layout} {p.dtype}"
-    if p.device.type != "cpu" and not (p.device.type == "cuda" and build_info()["cuda"]):
-        return f"no kernels for {p.device.type}"
-    if not _C.is_dense(p):
-        return f"strides {p.stride()} leave gaps"
-    return "is an inference tensor" if p.is_inference() else ""
-
-
-def why_unsupported(p: Tensor) -> str:
-    """Why the kernels can't take the gradient that `p` has, or an empty string."""
-    grad = p.grad
-    if grad is None:
-        return ""
-    fits = grad.layout == torch.strided and _kind_of(grad) == _kind_of(p) and grad.shape == p.shape
-    plain = type(grad) in (nn.Parameter, Tensor)
-    return "" if fits and plain else f"its gradient is {grad.layout} {grad.dtype} {type(grad)}"
-
-
-def why_loose(p: Tensor) -> str:
-    """Why the weight can't be moved into a region without changing its meaning, or ''."""
-    if _C.storage_holders(p) > 1:
-        return "its storage is shared"
-    storage = p.untyped_storage()
-    if p.storage_offset() or storage.nbytes() != p.nbytes:
-        return "it is a view of a larger buffer"
-    if p.device.type == "cpu" and (storage.is_shared() or storage.is_pinned()):
-        return "it lies in shared or pinned memory"
-    return ""
-
-
-def _kind_of(t: Tensor) -> tuple:
-    return t.dtype, t.device
-
-
-def _made_for(p: Tensor) -> tuple:
-    return p.dtype, p.device, p.shape, p.stride()
-
-
-def _overlapping(params: list[Tensor]) -> list[Tensor]:
-    """Those whose memory another one of them uses too."""
-    spans = sorted(
-        (str(p.device), p.data_ptr(), p.data_ptr() + p.nbytes, i)
-        for i, p in enumerate(params)
-        if p.numel()
-    )
-    found: set[int] = set()
-    last = ("", 0, 0, -1)  # of those before, the one that reaches farthest
-    for span in spans:
-        if span[0] == last[0] and span[1] < last[2]:
-            found |= {span[3], last[3]}
-        if span[0] != last[0] or span[2] > last[2]:
-            last = span
-    return [params[i] for i in sorted(found)]
-
-
 def _has_state(block: Block) -> bool:
     return any(s.block is block for s in block.slots)
 
@@ -441,7 +376,7 @@ def _batches(slots: list[Slot], apart: Callable[[Slot], object]) -> list[list[Sl
     """Slots that can share a block: same device, dtype and `apart`; sorted by group and kind."""
     batches: dict[tuple, list[Slot]] = {}
     for s in slots:
-        batches.setdefault((*_kind_of(s.param), apart(s)), []).append(s)
+        batches.setdefault((*kind_of(s.param), apart(s)), []).append(s)
     result = []
     for batch in batches.values():
         batch.sort(key=lambda s: (s.group, s.kind))
