@@ -124,9 +124,9 @@ class HostStep {
     static PyObject *const grad_scale = name("grad_scale"), *const found_inf = name("found_inf");
     const int answer = gather(own);
     if (answer != kDone) return answer;
+    const auto scale = scalar(own, grad_scale), inf = scalar(own, found_inf);
     if (from_packed) use_packed();
     set_hyper();
-    const auto scale = scalar(own, grad_scale), inf = scalar(own, found_inf);
     bool counts_skips = true;
     for (Launch& launch : launches_) {
       if (!launch.active) continue;
@@ -200,7 +200,13 @@ class HostStep {
 
   static std::optional<at::Tensor> scalar(const py::dict& own, PyObject* key) {
     PyObject* o = PyDict_GetItem(own.ptr(), key);
-    return o == nullptr || o == Py_None ? std::nullopt : std::make_optional(unpack(o));
+    if (o == nullptr || o == Py_None) return std::nullopt;
+    if (!is_tensor(o) || unpack(o).numel() != 1) {
+      throw py::type_error("optimizer." + py::str(key).cast<std::string>() +
+                           " must be a tensor of one element, got " +
+                           py::repr(o).cast<std::string>());
+    }
+    return unpack(o);
   }
 
   void add_launch(const py::dict& from) {

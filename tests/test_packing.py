@@ -6,6 +6,8 @@ import pytest
 import torch
 from testing import DEVICES, USUAL, Two, both, equal, same, same_state, usual_pair, values_of, x_of
 
+import torch_renaissance as tr
+
 pytestmark = pytest.mark.parametrize("device", DEVICES)
 each_usual = pytest.mark.parametrize("usual", USUAL, ids=str)
 
@@ -56,3 +58,18 @@ def test_packing_needs_flat_gradients(usual, device):
     assert equal(b.parameters(), before)
     both(a, oa, b, ob, lambda m: m(x_of(device), "b"))
     same(a, b)
+
+
+def test_a_gradient_that_comes_after_packing_is_refused(device):
+    ones = torch.ones(3, device=device)
+    a, b = (torch.nn.Parameter(ones.clone()) for _ in range(2))
+    optimizer = torch.optim.SGD([a, b], 0.1, momentum=0.9, weight_decay=0.5)
+    tr.accelerate(torch.nn.ParameterList([a, b]), optimizer, gradients="flat")
+    a.grad = ones.clone()
+    optimizer.pack_gradients()
+    b.grad = ones.clone()
+    with pytest.raises(RuntimeError, match=r"since pack_gradients\(\); call it again"):
+        optimizer.step()
+    assert torch.equal(a, ones) and torch.equal(b, ones)
+    optimizer.step()  # packs anew
+    assert torch.equal(a, b) and not torch.equal(b, ones)

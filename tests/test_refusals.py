@@ -175,3 +175,17 @@ def test_questions_about_a_plain_optimizer_are_refused(usual, device):
         with pytest.raises(TypeError, match="accelerate"):
             tr.regions(other)
     assert picture(model, optimizer) == before
+
+
+@pytest.mark.parametrize("name", ["grad_scale", "found_inf"])
+@pytest.mark.parametrize("value", [4.0, torch.ones(2)], ids=["number", "two elements"])
+def test_a_scale_or_flag_that_is_no_scalar_tensor(name, value, device):
+    p = torch.nn.Parameter(torch.ones(3, device=device))
+    optimizer = tr.optim.AdamW([p])
+    p.grad = torch.ones_like(p)
+    optimizer.step()
+    before = p.detach().clone()
+    setattr(optimizer, name, value)
+    with pytest.raises(TypeError, match=f"optimizer.{name} must be a tensor of one element, got"):
+        optimizer.step()
+    assert torch.equal(p, before)

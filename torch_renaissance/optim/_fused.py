@@ -86,7 +86,8 @@ class Fused:
         `.grad` in between, so that an all-reduce of them takes effect; `zero_grad()` forgets them.
 
         Raises:
-            RuntimeError: with `gradients="gather"`.
+            RuntimeError: with `gradients="gather"`; and in the `step()` after it, where the planes
+                no longer fit the parameters.
         """
         plan = self._current_plan()
         if plan.options.gradients != "flat":
@@ -95,12 +96,12 @@ class Fused:
                 "tr.accelerate for contiguous ones"
             )
         self._run(lambda: plan.host.pack(vars(self)), lambda params: None)
-        self._packed = True
-        return plan.packed()
+        self._packed = plan.packed()
+        return list(self._packed)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch.optim.Optimizer.zero_grad; packed gradients are forgotten."""
-        self._packed = False
+        self._packed = None
         super().zero_grad(set_to_none)
 
     def state_dict(self) -> dict:
@@ -161,9 +162,18 @@ class Fused:
         own = vars(self)
         if plan.options.gradients == "flat" and not own.get("_packed"):
             self.pack_gradients()
-        packed = bool(own.get("_packed"))
-        self._packed = False
-        self._run(lambda: plan.host.run(own, packed), self._update_native)
+        packed = own.get("_packed")
+        self._packed = None
+
+        def attempt() -> int:
+            if packed and [id(plane) for plane in packed] != [id(p) for p in plan.packed()]:
+                raise RuntimeError(
+                    f"{type(self).__name__}.step: parameters have got gradients or a new layout "
+                    "since pack_gradients(); call it again"
+                )
+            return plan.host.run(own, bool(packed))
+
+        self._run(attempt, self._update_native)
 
     def _update_native(self, params: set[Tensor]) -> None:
         options = self._current_plan().options
