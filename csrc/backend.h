@@ -4,6 +4,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include "copies.h"
 #include "update.h"
 
 namespace torch_renaissance {
@@ -11,8 +12,10 @@ namespace torch_renaissance {
 // `like` names the device; work goes to its current stream.
 struct Backend {
   void (*update)(const Update&, const at::Tensor& like) = nullptr;
+  void (*norm)(const Norm&, const at::Tensor& like) = nullptr;
   void (*pack)(const Pack&, const at::Tensor& like) = nullptr;
   void (*write)(double* to, at::ArrayRef<double> values, const at::Tensor& like) = nullptr;
+  void (*copy)(const Copies&, const at::Tensor& like) = nullptr;
   bool (*is_capturing)() = nullptr;
 };
 

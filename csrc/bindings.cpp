@@ -4,8 +4,10 @@
 #include <pybind11/stl.h>
 #include <torch/library.h>
 
+#include "graph_nodes.h"
 #include "host_step.h"
 #include "ops.h"
+#include "results.h"
 #include "storage.h"
 
 namespace torch_renaissance {
@@ -67,14 +69,44 @@ PYBIND11_MODULE(_C, m) {
     return unpack(tensor.ptr()).is_non_overlapping_and_dense();
   });
   m.def("chunk_table", chunk_table);
+  m.def("copy_inputs", copy_inputs);
+  m.def("has_hooks", [](const py::object& tensor) { return has_hooks(unpack(tensor.ptr())); });
+  py::class_<Results>(m, "Results").def(py::init<const py::list&>()).def("take", &Results::take);
+#ifdef TR_WITH_CUDA
+  m.def("graph_nodes", graph_nodes);
+#endif
+  m.attr("CONTROL_RESULTS") = int{kChainResults};
+  m.attr("GRAD_NORM") = int{kGradNorm};
+  m.attr("AVERAGED") = int{kAveraged};
+  m.attr("NORM_PARTIALS") = 2 * kNormPartials;
   py::class_<HostStep>(m, "HostStep")
       .def(py::init<const std::string&>())
       .def("set_plan", &HostStep::set_plan)
-      .def("run", &HostStep::run)
+      .def("run",
+           &HostStep::run,
+           py::arg("own"),
+           py::arg("source") = int{HostStep::kGather},
+           py::arg("amp") = py::none(),
+           py::arg("micro_batches") = 1,
+           py::arg("prepared") = false)
       .def("pack", &HostStep::pack)
+      .def("begin_accumulation", &HostStep::begin_accumulation)
+      .def("accumulate", &HostStep::accumulate, py::arg("own"), py::arg("prepared") = false)
+      .def("accumulated", &HostStep::accumulated)
+      .def("add_accumulated", &HostStep::add_accumulated)
+      .def("ready", &HostStep::ready)
+      .def("replayed", &HostStep::replayed)
+      .def("refresh_low", &HostStep::refresh_low)
+      .def_property_readonly("generation", &HostStep::generation)
+      .def_property("ema_calls", &HostStep::ema_calls, &HostStep::set_ema_calls)
       .def("launched", &HostStep::launched)
       .def("unsupported", &HostStep::unsupported);
   m.attr("DONE") = int{HostStep::kDone};
   m.attr("OUTDATED") = int{HostStep::kOutdated};
   m.attr("UNSUPPORTED") = int{HostStep::kUnsupported};
+  m.attr("HAS_GRADIENTS") = int{HostStep::kHasGradients};
+  m.attr("HAS_HOOKS") = int{HostStep::kHasHooks};
+  m.attr("GATHER") = int{HostStep::kGather};
+  m.attr("PACKED") = int{HostStep::kPacked};
+  m.attr("ACCUMULATED") = int{HostStep::kAccumulated};
 }

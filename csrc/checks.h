@@ -165,7 +165,7 @@ void describe(const char* op,
       segment.planes[p] = planes[p][i].data_ptr();
     }
   }
-  slots.assign(total, Slot{nullptr, nullptr, 0});
+  slots.assign(total, Slot{});
   for (size_t i = 0; i < params.size(); ++i) {
     const at::Tensor &param = params[i], &grad = grads[i];
     TORCH_CHECK(places[i] >= 0 && places[i] < total,
@@ -231,7 +231,7 @@ void describe(const char* op,
                 places[i],
                 ", which another tensor has");
     slots[places[i]] = {
-        address_of(param), address_of(grad), rows.empty() ? 0 : static_cast<int32_t>(rows[i])};
+        address_of(param), address_of(grad), rows.empty() ? 0 : static_cast<int32_t>(rows[i]), 0};
   }
   check_room(op, work, params, places, planes);
   work.slots = slots.data();

@@ -1,30 +1,25 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // optimizer.step() on the host: check that nothing moved, gather gradients, refresh the table of
-// hyper-parameters where a value changed, one launch a device and dtype. A call costs microseconds.
+// hyper-parameters where a value changed, one launch a device and dtype (two with clipping or a
+// loss scale). A call costs microseconds.
 #pragma once
 
-#include <ATen/core/Tensor.h>
 #include <ATen/ops/empty_strided.h>
-#include <torch/csrc/autograd/python_variable.h>
 
 #include <algorithm>
-#include <cmath>
-#include <cstring>
 #include <string>
 #include <unordered_set>
 #include <vector>
 
 #include "backend.h"
 #include "checks.h"
-#include "math/hyper.h"
+#include "hyper_rows.h"
+#include "python_objects.h"
 #include "update.h"
 
 namespace torch_renaissance {
-namespace py = pybind11;
 
 inline constexpr int kFitsNoLaunch = -1;
-
-inline PyObject* name(const char* text) { return PyUnicode_InternFromString(text); }
 
 // An entry of optimizer.state. Those of parameters left to torch come and go unwatched.
 struct Entry {
@@ -50,31 +45,33 @@ struct Parameter {
   int64_t slot;
   int planes;  // how many state planes its segment has
   bool has_state;
-  int segment;     // within the launch
-  int64_t offset;  // within the segment's planes
+  int segment;          // within the launch
+  int64_t offset;       // within the segment's planes
+  at::Tensor low;       // its 16-bit copy, if it has one
+  int64_t low_version;  // of the parameter, when the copy was made
+  bool accumulated;     // has had a gradient since begin_accumulation()
 };
 
 // One op's worth of work: what sgd_ or adam_ would be told, kept from step to step.
 struct Launch {
   std::vector<at::Tensor> held;  // planes, steps and chunks, whose addresses `update` has
   std::vector<at::Tensor> packed;
-  at::Tensor counters, hyper;
+  at::Tensor counters, hyper, chain, partials;
+  at::Tensor scale, found_inf;  // GradScaler's, for the time of a step
   Update update;
   std::vector<Slot> slots;
   bool active;                                            // some slot has a gradient
   std::vector<std::pair<at::Tensor, at::Tensor>> copies;  // (.grad, its copy in the right layout)
 };
 
-inline const at::Tensor& unpack(PyObject* object) { return THPVariable_Unpack(object); }
-
-inline bool is_tensor(PyObject* object) { return THPVariable_Check(object); }
-
 class HostStep {
  public:
-  // What run() and pack() answer. Unless kDone, nothing has been changed.
-  enum Answer { kDone, kOutdated, kUnsupported };
+  // What run() and its like answer. Unless kDone, nothing has been changed.
+  enum Answer { kDone, kOutdated, kUnsupported, kHasGradients, kHasHooks };
+  // Where run() finds gradients: in .grad; there, packed meanwhile; or only in the packed planes.
+  enum Source { kGather, kPacked, kAccumulated };
 
-  explicit HostStep(const std::string& rule) : adam_(rule == "adam") {}
+  explicit HostStep(const std::string& rule) : adam_(rule == "adam"), hyper_(adam_) {}
 
   // Takes a plan over: groups as lists of parameters, the optimizer's state, what each parameter
   // is (`entries`), those that have no slot unless they get a gradient (`frozen`), and the
@@ -89,7 +86,9 @@ class HostStep {
     state_.clear();
     values_.clear();
     launches_.clear();
-    hyper_.clear();
+    tables_.clear();
+    averages_ = false;
+    hyper_.forget();
     held_.clear();
     frozen_.clear();
     for (const auto& p : frozen) frozen_.push_back(p.ptr());
@@ -102,7 +101,7 @@ class HostStep {
       groups_.push_back(std::move(objects));
     }
     for (const auto& item : launches) add_launch(py::cast<py::dict>(item));
-    for (const auto& entry : entries) add_parameter(py::cast<py::tuple>(entry));
+    for (const auto& entry : entries) add_parameter(py::cast<py::dict>(entry));
     std::unordered_set<PyObject*> ours;
     for (const Parameter& p : parameters_) ours.insert(p.object);
     PyObject *key = nullptr, *value = nullptr;
@@ -117,71 +116,157 @@ class HostStep {
         values_.push_back({inner, is_tensor(inner) ? data_of(inner) : nullptr});
       }
     }
+    const std::vector<const void*> now = fingerprint();
+    if (now != fingerprint_) ++generation_;
+    fingerprint_ = now;
   }
 
-  // One step of the optimizer whose attributes are `own`.
-  int run(const py::dict& own, bool from_packed) {
+  // One step of the optimizer whose attributes are `own`. `prepared`: a call of ready() with the
+  // same arguments has just seen to the hyper-parameters, so that a capture needn't.
+  int run(const py::dict& own,
+          int source,
+          const py::object& amp,
+          int64_t micro_batches,
+          bool prepared) {
     static PyObject *const grad_scale = name("grad_scale"), *const found_inf = name("found_inf");
-    const int answer = gather(own);
+    const auto loss_scale = LossScale::from(amp);
+    if (!begin(own, loss_scale, micro_batches, prepared)) return kOutdated;
+    const int answer = source == kAccumulated ? gather_accumulated() : gather();
     if (answer != kDone) return answer;
     const auto scale = scalar(own, grad_scale), inf = scalar(own, found_inf);
-    if (from_packed) use_packed();
-    set_hyper();
+    const bool norms = clips_ || loss_scale.has_value();
+    if (norms) check_one_device(loss_scale);
+    if (source == kPacked) use_packed();
+    if (!prepared) hyper_.write(tables_);
+
+    const bool extras = norms || averages_ || micro_batches != 1;
     bool counts_skips = true;
-    for (Launch& launch : launches_) {
+    for (size_t i = 0; i < launches_.size(); ++i) {
+      Launch& launch = launches_[i];
       if (!launch.active) continue;
+      // To the CPU it must block: the value is read at once.
       const auto on_device = [&](const std::optional<at::Tensor>& t) {
-        // To the CPU it must block: the value is read at once.
         const bool non_blocking = launch.counters.is_cuda();
         return t ? t->to(launch.counters.device(), at::kFloat, non_blocking) : at::Tensor();
       };
-      const at::Tensor s = on_device(scale), i = on_device(inf);
-      launch.update.grad_scale = s.defined() ? s.const_data_ptr<float>() : nullptr;
-      launch.update.found_inf = i.defined() ? i.const_data_ptr<float>() : nullptr;
-      launch.update.counts_skips = counts_skips;
+      launch.scale = on_device(scale);
+      launch.found_inf = on_device(inf);
+      Update& u = launch.update;
+      u.grad_scale = launch.scale.defined() ? launch.scale.const_data_ptr<float>() : nullptr;
+      u.found_inf = launch.found_inf.defined() ? launch.found_inf.const_data_ptr<float>() : nullptr;
+      u.counts_skips = counts_skips;
+      u.control = extras || has_flags(launch) ? control_of(launch) : nullptr;
+      u.chain = norms ? launch.chain.const_data_ptr<double>() : nullptr;
+      u.ends_step = ends_step(i);
       counts_skips = false;
+    }
+    if (norms) find_norm(loss_scale);
+    for (Launch& launch : launches_) {
+      if (!launch.active) continue;
       {
         std::optional<py::gil_scoped_release> release;
         if (launch.counters.is_cpu()) release.emplace();
         backend_of(launch.counters).update(launch.update, launch.counters);
       }
-      if (s.defined()) {
+      if (launch.scale.defined()) {
         const at::AutoDispatchBelowADInplaceOrView guard;
         for (auto& [grad, copy] : launch.copies) grad.copy_(copy);
       }
     }
     // While the device works: autograd must see that the parameters changed in place.
-    for (const Parameter& p : parameters_) {
-      if (p.launch == kFitsNoLaunch || launches_[p.launch].slots[p.slot].grad == nullptr) continue;
-      const at::Tensor& param = unpack(p.object);
-      param.unsafeGetTensorImpl()->bump_version();
-      if (scale) param.unsafeGetTensorImpl()->grad().unsafeGetTensorImpl()->bump_version();
+    for (Parameter& p : parameters_) {
+      if (!takes_part(p)) continue;
+      bump(p);
+      if (!scale) continue;
+      const at::Tensor& grad = unpack(p.object).unsafeGetTensorImpl()->grad();
+      if (grad.defined()) grad.unsafeGetTensorImpl()->bump_version();
     }
-    for (Launch& launch : launches_) launch.copies.clear();
+    for (Launch& launch : launches_) {
+      launch.copies.clear();
+      launch.scale.reset();
+      launch.found_inf.reset();
+    }
     return kDone;
   }
 
   // Copies the gradients into each launch's packed planes.
   int pack(const py::dict& own) {
-    const int answer = gather(own);
-    if (answer != kDone) return answer;
+    if (!begin(own, std::nullopt, 1, false)) return kOutdated;
+    --hyper_.ema_calls;
+    const int answer = gather();
+    if (answer == kDone) put_into_planes(false);
+    return answer;
+  }
+
+  // Makes sums of gradients start from zero.
+  void begin_accumulation() {
     for (Launch& launch : launches_) {
-      Pack p{launch.update.dtype,
-             launch.slots.data(),
-             launch.update.n_slots,
-             {},
-             launch.update.n_segments};
-      for (int i = 0; i < p.n_segments; ++i) {
-        p.segments[i] = launch.update.segments[i];
-        p.segments[i].planes[0] = launch.packed[i].data_ptr();
-      }
-      backend_of(launch.counters).pack(p, launch.counters);
-      launch.copies.clear();
+      for (at::Tensor& plane : launch.packed) plane.zero_();
     }
+    for (Parameter& p : parameters_) p.accumulated = false;
+  }
+
+  // Adds the gradients to the sums in the packed planes. `prepared` as in run().
+  int accumulate(const py::dict& own, bool prepared) {
+    if (!begin(own, std::nullopt, 1, prepared)) return kOutdated;
+    if (!prepared) --hyper_.ema_calls;
+    const int answer = gather();
+    if (answer != kDone) return answer;
+    put_into_planes(true);
+    for (Parameter& p : parameters_) p.accumulated = p.accumulated || takes_part(p);
     return kDone;
   }
 
-  // How many launches the last step took.
+  // Which parameters have a gradient in the sums, and a replay's way to say that they do.
+  std::vector<bool> accumulated() const {
+    std::vector<bool> found;
+    for (const Parameter& p : parameters_) found.push_back(p.accumulated);
+    return found;
+  }
+  void add_accumulated(const std::vector<bool>& found) {
+    for (size_t i = 0; i < found.size() && i < parameters_.size(); ++i) {
+      parameters_[i].accumulated = parameters_[i].accumulated || found[i];
+    }
+  }
+
+  // Before a replay of captured work: nothing has moved, no gradient is left over, the device
+  // knows this step's hyper-parameters and the 16-bit copies are those of the weights.
+  // `updates`: the work updates the parameters.
+  int ready(const py::dict& own, const py::object& amp, int64_t micro_batches, bool updates) {
+    if (!begin(own, LossScale::from(amp), micro_batches, false)) return kOutdated;
+    if (!updates) --hyper_.ema_calls;
+    for (PyObject* p : frozen_) {
+      if (unpack(p).unsafeGetTensorImpl()->grad().defined()) return kHasGradients;
+    }
+    for (const Parameter& p : parameters_) {
+      if (unpack(p.object).unsafeGetTensorImpl()->grad().defined()) return kHasGradients;
+      if (has_hooks(unpack(p.object))) return kHasHooks;
+      if (p.launch != kFitsNoLaunch && lacks_state(p)) return kOutdated;
+    }
+    hyper_.write(tables_);
+    refresh_low();
+    return kDone;
+  }
+
+  // After a replay: what run() tells autograd.
+  void replayed() {
+    for (Parameter& p : parameters_) bump(p);
+  }
+
+  // 16-bit copies of weights that have changed in place since they were made.
+  void refresh_low() {
+    for (Parameter& p : parameters_) {
+      if (!p.low.defined() || p.low_version == version_of(p)) continue;
+      const at::AutoDispatchBelowADInplaceOrView guard;
+      p.low.copy_(unpack(p.object));
+      p.low_version = version_of(p);
+    }
+  }
+
+  // Changes when work captured before would write to the wrong places or leave something out.
+  int64_t generation() const { return generation_; }
+
+  // How many updates the last step launched.
   int64_t launched() const {
     return std::count_if(
         launches_.begin(), launches_.end(), [](const Launch& l) { return l.active; });
@@ -190,29 +275,125 @@ class HostStep {
   // After kUnsupported: which entries have a gradient that the kernels don't take.
   std::vector<int64_t> unsupported() const { return unsupported_; }
 
+  int64_t ema_calls() const { return hyper_.ema_calls; }
+  void set_ema_calls(int64_t calls) { hyper_.ema_calls = calls; }
+
  private:
   void hold(PyObject* o) { held_.push_back(py::reinterpret_borrow<py::object>(o)); }
 
-  static const void* data_of(PyObject* tensor) {
-    const at::Tensor& t = unpack(tensor);
-    return t.has_storage() ? t.unsafeGetTensorImpl()->data() : nullptr;
+  static int64_t version_of(const Parameter& p) {
+    return unpack(p.object).unsafeGetTensorImpl()->version_counter().current_version();
   }
 
-  static std::optional<at::Tensor> scalar(const py::dict& own, PyObject* key) {
-    PyObject* o = PyDict_GetItem(own.ptr(), key);
-    if (o == nullptr || o == Py_None) return std::nullopt;
-    if (!is_tensor(o) || unpack(o).numel() != 1) {
-      throw py::type_error("optimizer." + py::str(key).cast<std::string>() +
-                           " must be a tensor of one element, got " +
-                           py::repr(o).cast<std::string>());
+  // A copy that was fresh before the kernels wrote both is fresh after it.
+  static void bump(Parameter& p) {
+    const bool fresh = p.low.defined() && p.low_version == version_of(p);
+    unpack(p.object).unsafeGetTensorImpl()->bump_version();
+    if (fresh) p.low_version = version_of(p);
+  }
+
+  bool takes_part(const Parameter& p) const {
+    return p.launch != kFitsNoLaunch && launches_[p.launch].slots[p.slot].grad != nullptr;
+  }
+
+  bool lacks_state(const Parameter& p) const {
+    const int needed = hyper_.planes_needed[p.group];
+    return p.planes < needed || (needed > 0 && !p.has_state);
+  }
+
+  static bool has_flags(const Launch& launch) {
+    return std::any_of(launch.slots.begin(), launch.slots.end(), [](const Slot& s) {
+      return s.grad != nullptr && s.flags != 0;
+    });
+  }
+
+  static const double* control_of(const Launch& launch) {
+    return launch.hyper.const_data_ptr<double>() + (launch.hyper.size(0) - 1) * kHyperColumns;
+  }
+
+  // Whether launch `at` is the last active one of its device.
+  bool ends_step(size_t at) const {
+    for (size_t i = at + 1; i < launches_.size(); ++i) {
+      if (launches_[i].active && launches_[i].counters.is_same(launches_[at].counters))
+        return false;
     }
-    return unpack(o);
+    return true;
+  }
+
+  void check_one_device(const std::optional<LossScale>& loss_scale) const {
+    const Launch* first = nullptr;
+    for (const Launch& launch : launches_) {
+      if (!launch.active) continue;
+      if (first == nullptr) first = &launch;
+      const c10::Device device = launch.counters.device(), expected = first->counters.device();
+      TORCH_CHECK(device == expected,
+                  "max_grad_norm and a loss scale need all parameters on one device, got ",
+                  expected,
+                  " and ",
+                  device,
+                  "; use torch.nn.utils.clip_grad_norm_ instead");
+      TORCH_CHECK(!loss_scale || loss_scale->scale.device() == device,
+                  "the loss scale is on ",
+                  loss_scale ? loss_scale->scale.device() : device,
+                  ", the parameters are on ",
+                  device);
+    }
+  }
+
+  void find_norm(const std::optional<LossScale>& loss_scale) {
+    bool first = true;
+    for (size_t i = 0; i < launches_.size(); ++i) {
+      Launch& launch = launches_[i];
+      if (!launch.active) continue;
+      Norm n{};
+      const Update& u = launch.update;
+      n.dtype = u.dtype;
+      n.slots = u.slots;
+      n.n_slots = u.n_slots;
+      std::copy(u.segments, u.segments + u.n_segments, n.segments);
+      n.n_segments = u.n_segments;
+      n.control = control_of(launch);
+      n.chain = launch.chain.data_ptr<double>();
+      n.partials = launch.partials.data_ptr<double>();
+      n.counters = u.counters;
+      n.grad_scale = u.grad_scale;
+      if (loss_scale) {
+        n.loss_scale = loss_scale->scale.data_ptr<float>();
+        n.growth_tracker = loss_scale->growth_tracker.data_ptr<int32_t>();
+      }
+      n.first = first;
+      n.last = ends_step(i);
+      first = false;
+      backend_of(launch.counters).norm(n, launch.counters);
+    }
+  }
+
+  void put_into_planes(bool adds) {
+    for (Launch& launch : launches_) {
+      Pack p{};
+      p.dtype = launch.update.dtype;
+      p.slots = launch.slots.data();
+      p.n_slots = launch.update.n_slots;
+      p.n_segments = launch.update.n_segments;
+      p.adds = adds;
+      for (int i = 0; i < p.n_segments; ++i) {
+        p.segments[i] = launch.update.segments[i];
+        p.segments[i].planes[0] = launch.packed[i].data_ptr();
+      }
+      backend_of(launch.counters).pack(p, launch.counters);
+      launch.copies.clear();
+    }
   }
 
   void add_launch(const py::dict& from) {
     Launch launch{};
-    launch.counters = unpack(py::object(from["counters"]).ptr());
-    launch.hyper = unpack(py::object(from["hyper"]).ptr());
+    const auto tensor = [&](const char* key) { return unpack(py::object(from[key]).ptr()); };
+    launch.counters = tensor("counters");
+    launch.hyper = tensor("hyper");
+    launch.chain = tensor("chain");
+    launch.partials = tensor("partials");
+    const auto same = [&](const at::Tensor& t) { return t.is_same(launch.hyper); };
+    if (std::none_of(tables_.begin(), tables_.end(), same)) tables_.push_back(launch.hyper);
     Update& u = launch.update;
     u.rule = adam_ ? Rule::kAdam : Rule::kSgd;
     u.counters = launch.counters.data_ptr<int32_t>();
@@ -228,6 +409,9 @@ class HostStep {
         if (!plane.is_none()) to.planes[p] = keep(plane).data_ptr();
         ++p;
       }
+      if (!segment["ema"].is_none()) to.ema = keep(segment["ema"]).data_ptr();
+      if (!segment["low"].is_none()) to.low = keep(segment["low"]).data_ptr();
+      averages_ = averages_ || to.ema != nullptr;
       to.steps = keep(segment["steps"]).data_ptr<float>();
       to.n_slots = static_cast<int32_t>(launch.held.back().numel());
       u.dtype = scalar_type("step", keep(segment["like"]));
@@ -238,17 +422,18 @@ class HostStep {
       u.n_slots += to.n_slots;
       if (!segment["packed"].is_none()) launch.packed.push_back(unpack(segment["packed"].ptr()));
     }
-    launch.slots.assign(u.n_slots, Slot{nullptr, nullptr, 0});
+    launch.slots.assign(u.n_slots, Slot{});
     launches_.push_back(std::move(launch));
     // A vector's memory stays where it is when the vector is moved.
     launches_.back().update.slots = launches_.back().slots.data();
   }
 
-  void add_parameter(const py::tuple& entry) {
-    PyObject* object = py::object(entry[0]).ptr();
+  void add_parameter(const py::dict& entry) {
+    PyObject* object = py::object(entry["param"]).ptr();
     const at::Tensor& t = unpack(object);
-    const int group = entry[1].cast<int>();
-    const bool decays = entry[2].cast<bool>();
+    const int group = entry["group"].cast<int>();
+    const bool decays = entry["decays"].cast<bool>();
+    const py::object low = entry["low"];
     parameters_.push_back({object,
                            data_of(object),
                            t.scalar_type(),
@@ -257,12 +442,36 @@ class HostStep {
                            c10::DimVector(t.strides()),
                            group,
                            2 * group + (decays ? 0 : 1),
-                           entry[3].cast<int>(),
-                           entry[4].cast<int64_t>(),
-                           entry[5].cast<int>(),
-                           entry[6].cast<bool>(),
-                           entry[7].cast<int>(),
-                           entry[8].cast<int64_t>()});
+                           entry["launch"].cast<int>(),
+                           entry["slot"].cast<int64_t>(),
+                           entry["planes"].cast<int>(),
+                           entry["has_state"].cast<bool>(),
+                           entry["segment"].cast<int>(),
+                           entry["offset"].cast<int64_t>(),
+                           low.is_none() ? at::Tensor() : unpack(low.ptr()),
+                           -1,
+                           false});
+  }
+
+  // All addresses and places that a launch bakes in.
+  std::vector<const void*> fingerprint() const {
+    std::vector<const void*> found;
+    const auto add_number = [&](int64_t n) { found.push_back(reinterpret_cast<const void*>(n)); };
+    for (const Launch& launch : launches_) {
+      const Update& u = launch.update;
+      found.insert(found.end(), {u.hyper, u.counters, launch.chain.const_data_ptr()});
+      for (int i = 0; i < u.n_segments; ++i) {
+        const Segment& s = u.segments[i];
+        found.insert(found.end(), s.planes, s.planes + kMaxPlanes);
+        found.insert(found.end(), {s.ema, s.low, s.steps, s.chunks});
+      }
+      for (const at::Tensor& plane : launch.packed) found.push_back(plane.const_data_ptr());
+    }
+    for (const Parameter& p : parameters_) {
+      found.insert(found.end(), {p.object, p.data, p.low.defined() ? p.low.const_data_ptr() : 0});
+      for (int64_t n : {int64_t{p.row}, int64_t{p.launch}, p.slot}) add_number(n);
+    }
+    return found;
   }
 
   bool unchanged(PyObject* param_groups, PyObject* state) const {
@@ -288,48 +497,67 @@ class HostStep {
         if (values_[next].data != nullptr && data_of(inner) != values_[next].data) return false;
       }
     }
-    return next == values_.size();
+    if (next != values_.size()) return false;
+    for (const Parameter& p : parameters_) {
+      const c10::TensorImpl* impl = unpack(p.object).unsafeGetTensorImpl();
+      if (impl->data() != p.data || unpack(p.object).scalar_type() != p.dtype ||
+          impl->device() != p.device || impl->sizes() != c10::IntArrayRef(p.sizes) ||
+          impl->strides() != c10::IntArrayRef(p.strides)) {
+        return false;
+      }
+    }
+    return true;
   }
 
-  // Fills each launch's slots from the parameters that have a gradient, and rows_ from the groups.
-  int gather(const py::dict& own) {
+  // Whether everything is as the plan has it; reads the hyper-parameters unless they are
+  // `prepared`.
+  bool begin(const py::dict& own,
+             const std::optional<LossScale>& scale,
+             int64_t micro_batches,
+             bool prepared) {
     static PyObject *const groups = name("param_groups"), *const state = name("state");
     PyObject* const param_groups = get(own.ptr(), groups);
-    if (!unchanged(param_groups, get(own.ptr(), state))) return kOutdated;
+    if (!unchanged(param_groups, get(own.ptr(), state))) return false;
+    if (prepared) return true;
+    std::optional<c10::Device> device;
+    for (const Launch& launch : launches_) {
+      const c10::Device d = launch.counters.device();
+      if (device && *device != d) {
+        device.reset();
+        break;
+      }
+      device = d;
+    }
+    hyper_.read(param_groups, device);
+    const bool clips = hyper_.read_control(own, scale, micro_batches, averages_);
+    if (clips != clips_) ++generation_;
+    clips_ = clips;
+    return true;
+  }
+
+  // Fills each launch's slots from the parameters that have a gradient.
+  int gather() {
     for (PyObject* p : frozen_) {
       if (unpack(p).unsafeGetTensorImpl()->grad().defined()) return kOutdated;
     }
-    read_rows(param_groups);
-    for (Launch& launch : launches_) {
-      launch.active = false;
-      launch.copies.clear();
-    }
+    clear_slots();
     unsupported_.clear();
     for (size_t i = 0; i < parameters_.size(); ++i) {
       const Parameter& p = parameters_[i];
       const at::Tensor& param = unpack(p.object);
-      const c10::TensorImpl* impl = param.unsafeGetTensorImpl();
-      if (impl->data() != p.data || param.scalar_type() != p.dtype || impl->device() != p.device ||
-          impl->sizes() != c10::IntArrayRef(p.sizes) ||
-          impl->strides() != c10::IntArrayRef(p.strides)) {
-        return kOutdated;
+      const at::Tensor& grad = param.unsafeGetTensorImpl()->grad();
+      if (p.launch != kFitsNoLaunch) {
+        launches_[p.launch].slots[p.slot] = {address_of(param), nullptr, p.row, 0};
       }
-      const at::Tensor& grad = impl->grad();
-      if (!grad.defined()) {
-        if (p.launch != kFitsNoLaunch) launches_[p.launch].slots[p.slot].grad = nullptr;
-        continue;
-      }
+      if (!grad.defined()) continue;
       if (!supported(param, grad)) {
         unsupported_.push_back(static_cast<int64_t>(i));
         continue;
       }
-      if (p.launch == kFitsNoLaunch || p.planes < planes_needed_[p.group] ||
-          (planes_needed_[p.group] > 0 && !p.has_state)) {
-        return kOutdated;
-      }
+      if (p.launch == kFitsNoLaunch || lacks_state(p)) return kOutdated;
       Launch& launch = launches_[p.launch];
       Slot& slot = launch.slots[p.slot];
-      slot = {address_of(param), nullptr, p.row};
+      slot.flags = flags_of(p, grad.scalar_type());
       launch.active = true;
       if (!grad.is_neg() && same_layout(param, grad)) {
         slot.grad = address_of(grad);
@@ -344,121 +572,68 @@ class HostStep {
     return unsupported_.empty() ? kDone : kUnsupported;
   }
 
+  // The same from the sums in the packed planes.
+  int gather_accumulated() {
+    clear_slots();
+    for (const Parameter& p : parameters_) {
+      if (p.launch == kFitsNoLaunch) continue;
+      Launch& launch = launches_[p.launch];
+      const at::Tensor& param = unpack(p.object);
+      Slot& slot = launch.slots[p.slot];
+      slot = {address_of(param), nullptr, p.row, 0};
+      if (!p.accumulated) continue;
+      if (lacks_state(p)) return kOutdated;
+      slot.grad = address_of(packed_slice(p));
+      slot.flags = flags_of(p, p.dtype);
+      launch.active = true;
+    }
+    return kDone;
+  }
+
+  void clear_slots() {
+    for (Launch& launch : launches_) {
+      launch.active = false;
+      launch.copies.clear();
+    }
+  }
+
+  static int32_t flags_of(const Parameter& p, at::ScalarType grad) {
+    int32_t flags = 0;
+    if (grad != p.dtype) flags |= grad == at::kHalf ? kHalfGrad : kBFloat16Grad;
+    if (p.low.defined()) flags |= p.low.scalar_type() == at::kHalf ? kWritesHalf : kWritesBFloat16;
+    return flags;
+  }
+
   static bool supported(const at::Tensor& param, const at::Tensor& grad) {
-    return grad.layout() == at::kStrided && grad.scalar_type() == param.scalar_type() &&
+    const at::ScalarType type = grad.scalar_type();
+    const bool narrow = type == at::kHalf || type == at::kBFloat16;
+    return grad.layout() == at::kStrided &&
+           (type == param.scalar_type() || (narrow && param.scalar_type() == at::kFloat)) &&
            grad.device() == param.device() && grad.sizes() == param.sizes() &&
            !grad.key_set().has_any(c10::python_ks);
   }
 
-  static double number(PyObject* o) {
-    if (PyFloat_Check(o)) return PyFloat_AS_DOUBLE(o);
-    if (is_tensor(o)) return unpack(o).item().toDouble();
-    const double value = PyFloat_AsDouble(o);
-    if (value == -1.0 && PyErr_Occurred()) throw py::error_already_set();
-    return value;
-  }
-
-  static bool truth(PyObject* group, PyObject* key, bool otherwise) {
-    PyObject* o = PyDict_GetItem(group, key);
-    return o == nullptr ? otherwise : PyObject_IsTrue(o) == 1;
-  }
-
-  static PyObject* get(PyObject* group, PyObject* key) {
-    PyObject* o = PyDict_GetItemWithError(group, key);
-    if (o == nullptr) {
-      if (!PyErr_Occurred()) PyErr_SetObject(PyExc_KeyError, key);
-      throw py::error_already_set();
-    }
-    return o;
-  }
-
-  // A CUDA scalar is read by the kernel, so that nothing waits for it here.
-  bool read_on_device(PyObject* lr) const {
-    if (!is_tensor(lr) || !unpack(lr).is_cuda()) return false;
-    const at::Tensor& t = unpack(lr);
-    if (t.scalar_type() != at::kFloat && t.scalar_type() != at::kDouble) return false;
-    for (const Launch& launch : launches_) {
-      if (launch.counters.device() != t.device()) return false;
-    }
-    return true;
-  }
-
-  void read_rows(PyObject* param_groups) {
-    static PyObject *const lr = name("lr"), *const weight_decay = name("weight_decay"),
-                           *const momentum = name("momentum"), *const dampening = name("dampening"),
-                           *const nesterov = name("nesterov"), *const betas = name("betas"),
-                           *const eps = name("eps"), *const amsgrad = name("amsgrad"),
-                           *const maximize = name("maximize"),
-                           *const decoupled = name("decoupled_weight_decay");
-    rows_.assign(2 * groups_.size() * kHyperColumns, 0.0);
-    planes_needed_.assign(groups_.size(), 0);
-    for (size_t g = 0; g < groups_.size(); ++g) {
-      PyObject* group = PyList_GET_ITEM(param_groups, g);
-      double* row = rows_.data() + 2 * g * kHyperColumns;
-      PyObject* rate = get(group, lr);
-      if (read_on_device(rate)) {
-        row[kLrPointer] =
-            static_cast<double>(reinterpret_cast<uintptr_t>(unpack(rate).const_data_ptr()));
-        row[kLrIsDouble] = unpack(rate).scalar_type() == at::kDouble;
-      } else {
-        row[kLr] = number(rate);
-      }
-      row[kWeightDecay] = number(get(group, weight_decay));
-      int flags = 0;
-      flags |= truth(group, maximize, false) ? kMaximize : 0;
-      flags |= truth(group, decoupled, false) ? kDecoupled : 0;
-      if (adam_) {
-        const py::object pair = py::reinterpret_borrow<py::object>(get(group, betas));
-        row[kBeta1] = number(py::object(pair[py::int_(0)]).ptr());
-        row[kBeta2] = number(py::object(pair[py::int_(1)]).ptr());
-        row[kLogBeta1] = std::log(row[kBeta1]);
-        row[kLogBeta2] = std::log(row[kBeta2]);
-        row[kEps] = number(get(group, eps));
-        flags |= truth(group, amsgrad, false) ? kAmsgrad : 0;
-        planes_needed_[g] = (flags & kAmsgrad) != 0 ? 3 : 2;
-      } else {
-        row[kBeta1] = number(get(group, momentum));
-        row[kBeta2] = number(get(group, dampening));
-        flags |= truth(group, nesterov, false) ? kNesterov : 0;
-        planes_needed_[g] = row[kBeta1] != 0 ? 1 : 0;
-      }
-      row[kFlags] = flags;
-      std::copy(row, row + kHyperColumns, row + kHyperColumns);
-      row[kHyperColumns + kWeightDecay] = 0;
-    }
-  }
-
-  // The values travel as kernel arguments, so the next step may change them at once. A copy made
-  // inside a capture hasn't happened yet: what the table holds is then not known.
-  void set_hyper() {
-    if (rows_ == hyper_) return;
-    bool captured = false;
-    for (size_t i = 0; i < launches_.size(); ++i) {
-      const at::Tensor& hyper = launches_[i].hyper;
-      captured = captured || backend_of(hyper).is_capturing();
-      bool done = false;
-      for (size_t j = 0; j < i; ++j) done = done || launches_[j].hyper.is_same(hyper);
-      if (!done) backend_of(hyper).write(hyper.data_ptr<double>(), rows_, hyper);
-    }
-    hyper_ = rows_;
-    if (captured) hyper_.clear();
+  at::Tensor packed_slice(const Parameter& p) const {
+    const at::Tensor& plane = launches_[p.launch].packed[p.segment];
+    return plane.as_strided(p.sizes, p.strides, plane.storage_offset() + p.offset);
   }
 
   // The gradients become slices of the packed planes; unscaled ones go back to .grad.
   void use_packed() {
     for (Launch& launch : launches_) launch.copies.clear();
     for (const Parameter& p : parameters_) {
-      if (p.launch == kFitsNoLaunch || launches_[p.launch].slots[p.slot].grad == nullptr) continue;
+      if (!takes_part(p)) continue;
       Launch& launch = launches_[p.launch];
-      const at::Tensor& plane = launch.packed[p.segment];
-      const at::Tensor slice =
-          plane.as_strided(p.sizes, p.strides, plane.storage_offset() + p.offset);
+      const at::Tensor slice = packed_slice(p);
       launch.copies.emplace_back(unpack(p.object).grad(), slice);
-      launch.slots[p.slot].grad = address_of(slice);
+      Slot& slot = launch.slots[p.slot];
+      slot.grad = address_of(slice);
+      slot.flags &= ~(kHalfGrad | kBFloat16Grad);
     }
   }
 
   const bool adam_;
+  HyperRows hyper_;
   std::vector<py::object> held_;
   std::vector<std::vector<PyObject*>> groups_;
   std::vector<PyObject*> frozen_;  // held by held_, as members of groups_
@@ -466,8 +641,10 @@ class HostStep {
   std::vector<Entry> state_;
   std::vector<StateValue> values_;
   std::vector<Launch> launches_;
-  std::vector<double> rows_, hyper_;
-  std::vector<int> planes_needed_;
+  std::vector<at::Tensor> tables_;
+  bool averages_ = false, clips_ = false;
+  std::vector<const void*> fingerprint_;
+  int64_t generation_ = 0;
   std::vector<int64_t> unsupported_;
 };
 

@@ -77,7 +77,7 @@ struct Ops {
                     at::IntArrayRef slots,
                     at::IntArrayRef counts) {
     if (params.empty()) return;
-    Pack p;
+    Pack p{};
     std::vector<Slot> described;
     describe("pack_", p, described, params, grads, slots, {}, {planes}, chunks, counts);
     backend_of(params.front()).pack(p, params.front());
@@ -131,7 +131,7 @@ struct Ops {
                 " rows for ",
                 params.size(),
                 " params");
-    Update u;
+    Update u{};
     u.rule = rule;
     std::vector<Slot> described;
     describe(op, u, described, params, grads, slots, rows, planes, chunks, slot_counts(steps));

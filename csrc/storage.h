@@ -11,7 +11,7 @@
 #include <cstring>
 #include <vector>
 
-#include "host_step.h"
+#include "python_objects.h"
 #include "update.h"
 
 namespace torch_renaissance {

@@ -19,11 +19,20 @@ inline constexpr int kChunkBytes = 8192;
 inline constexpr int kChunkWords = sizeof(Chunk) / sizeof(int64_t);
 static_assert(sizeof(Chunk) == 24, "the chunk table is an int64 tensor [n, 3]");
 
+// What differs from slot to slot. A 16-bit gradient belongs to a float32 parameter.
+enum SlotFlag : int32_t {
+  kHalfGrad = 1,
+  kBFloat16Grad = 2,
+  kWritesHalf = 4,  // into the segment's plane `low`
+  kWritesBFloat16 = 8,
+};
+
 // One parameter of the step: where it and its gradient lie now. A null gradient: leave it alone.
 struct Slot {
   void* param;
   void* grad;
   int32_t row;  // of the table of hyper-parameters
+  int32_t flags;
 };
 
 inline constexpr int kMaxPlanes = 3;
@@ -34,6 +43,8 @@ inline constexpr int64_t kMaxSlots = 1216;
 // State planes share offsets; a plane that the segment doesn't need is null.
 struct Segment {
   void* planes[kMaxPlanes];
+  void* ema;  // averaged weights
+  void* low;  // 16-bit copies of the weights
   float* steps;
   const Chunk* chunks;
   int64_t n_chunks;
@@ -41,7 +52,7 @@ struct Segment {
   int32_t n_slots;
 };
 
-enum Counter : int { kTicket, kSkipped, kCounters };
+enum Counter : int { kTicket, kSkipped, kAveraged, kCounters };
 
 // Note [Ticket]
 // Every block reads step counters that the same launch must advance. Each block takes a ticket
@@ -63,6 +74,10 @@ struct Update {
   const float* grad_scale;  // may be null
   const float* found_inf;   // may be null
   bool counts_skips;        // one launch of an optimizer's step counts a skipped step
+  // Only where the step does more than update (math/chain.h); else null.
+  const double* control;
+  const double* chain;  // what the norm pass found; null without one
+  bool ends_step;       // the last launch of the step on its device
 };
 
 // Gradients into one plane a segment: planes[0] is written, only slots and segments are read.
@@ -72,6 +87,27 @@ struct Pack {
   int64_t n_slots;
   Segment segments[kMaxSegments];
   int n_segments;
+  bool adds;  // to what the planes hold; a missing gradient then adds nothing
 };
+
+// One read of all gradients: their norm, and whether all are finite. Several launches of a step
+// add up in `chain`; the last one finishes it (math/chain.h).
+struct Norm {
+  ScalarType dtype;
+  const Slot* slots;
+  int64_t n_slots;
+  Segment segments[kMaxSegments];
+  int n_segments;
+  const double* control;
+  double* chain;
+  double* partials;  // kNormPartials of each kind
+  int32_t* counters;
+  const float* grad_scale;  // GradScaler's; may be null
+  float* loss_scale;        // ours; may be null
+  int32_t* growth_tracker;
+  bool first, last;
+};
+
+inline constexpr int kNormPartials = 2048;
 
 }  // namespace torch_renaissance

@@ -22,9 +22,9 @@ PACKAGE = ROOT / "torch_renaissance"
 LAYERS = (
     {"_C"},
     {"_ops"},
-    {"regions", "amp", "ema", "loss", "lr", "init", "graphs", "data"},
+    {"regions", "amp", "ema", "loss", "lr", "init", "graphs", "data", "_watch", "_captured"},
     {"optim", "distributed"},
-    {"accelerate", "train_step"},
+    {"accelerate", "train_step", "_eager", "_verify"},
     {"ab", "__init__", "__main__"},
 )
 

@@ -1,17 +1,24 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Training steps bound by launches, host time and memory passes, made fast with native meaning."""
 
-from . import optim
+from . import amp, optim
 from ._ops import __version__, build_info
 from .accelerate import accelerate
+from .ema import Ema
+from .graphs import CaptureError
 from .regions import Kind, Plane, Regions, regions
+from .train_step import TrainStep
 
 __all__ = [
+    "CaptureError",
+    "Ema",
     "Kind",
     "Plane",
     "Regions",
+    "TrainStep",
     "__version__",
     "accelerate",
+    "amp",
     "build_info",
     "optim",
     "regions",

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """`accelerate`: one line that moves a model and its optimizer into regions."""
 
+from collections.abc import Callable
 from functools import wraps
 from weakref import ref
 
@@ -23,6 +24,8 @@ def accelerate(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     *,
+    max_grad_norm: float | None = None,
+    ema_decay: float | Callable[[int], float] | None = None,
     decay_bias_like: bool = True,
     gradients: str = "gather",
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -37,6 +40,10 @@ def accelerate(
             doesn't, and the other way round.
         optimizer: `torch.optim.SGD`, `Adam` or `AdamW` (any of foreach, fused, capturable), or one
             of `tr.optim`'s. May have taken steps already.
+        max_grad_norm: `step()` clips the norm of all gradients to this, in its own pass: what
+            `torch.nn.utils.clip_grad_norm_` before it does. `optimizer.grad_norm` is the norm.
+        ema_decay: `step()` keeps averaged weights, in its own pass: see `tr.Ema`. A number in
+            [0, 1], or a function of the number of steps so far.
         decay_bias_like: False exempts biases and norm layers' parameters from weight decay.
         gradients: "gather" reads `.grad` tensors where autograd left them. "flat" copies them into
             a contiguous plane first: see `optimizer.pack_gradients()`.
@@ -47,18 +54,26 @@ def accelerate(
     Raises:
         TypeError: for another kind of optimizer, one whose `step` was replaced, or a model that is
             not an `nn.Module`.
-        ValueError: for an unknown `gradients`.
+        ValueError: for an unknown `gradients`, a negative `max_grad_norm`, or an `ema_decay`
+            outside of [0, 1].
         Whatever it raises, nothing has been changed.
     """
     _check(model, optimizer, decay_bias_like, gradients)
+    _check_extras(max_grad_norm, ema_decay)
     ours = _OURS.get(type(optimizer), type(optimizer))
     before = vars(optimizer).get("_plan")
-    plan = Plan(ours._rule, Options(decay_bias_like, gradients, classify(model)))
+    averages = ema_decay is not None
+    plan = Plan(ours._rule, Options(decay_bias_like, gradients, classify(model), averages))
+    if before is not None and averages:
+        plan.start_averages(before.averages(), before.averaged())
+        plan.host.ema_calls = before.host.ema_calls
     plan.sync(optimizer)
     if before is not None:
         optimizer._skipped_before = optimizer.skipped_steps
     optimizer.__class__ = ours
     optimizer._plan = plan
+    optimizer._model = ref(model)
+    optimizer.max_grad_norm, optimizer.ema_decay = max_grad_norm, ema_decay
     if "step" in vars(optimizer):
         optimizer.step = _tell_scheduler(optimizer)
     return model, optimizer
@@ -82,6 +97,22 @@ def _check(model, optimizer, decay_bias_like, gradients) -> None:
         raise TypeError(f"accelerate: decay_bias_like must be a bool, got {decay_bias_like!r}")
     if gradients not in GRADIENTS:
         raise ValueError(f"accelerate: gradients must be one of {GRADIENTS}, got {gradients!r}")
+
+
+def _check_extras(max_grad_norm, ema_decay) -> None:
+    def is_number(value) -> bool:
+        return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+    if max_grad_norm is not None and not (is_number(max_grad_norm) and max_grad_norm >= 0):
+        raise ValueError(
+            f"accelerate: max_grad_norm must be a number >= 0 or None, got {max_grad_norm!r}"
+        )
+    good = is_number(ema_decay) and 0 <= ema_decay <= 1
+    if not (ema_decay is None or callable(ema_decay) or good):
+        raise ValueError(
+            "accelerate: ema_decay must be a number in [0, 1], a function of the step, or None, "
+            f"got {ema_decay!r}"
+        )
 
 
 def _is_schedulers(step, kind: type) -> bool:

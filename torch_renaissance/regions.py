@@ -51,6 +51,8 @@ class Plane(Enum):
     M = "first moment or momentum"
     V = "second moment"
     VMAX = "largest second moment (amsgrad)"
+    E = "averaged weights"
+    H = "16-bit weights"
 
 
 def kind_by_shape(p: Tensor) -> Kind:
@@ -140,12 +142,13 @@ class Block:
         self.chunks = table.to(self.device, non_blocking=True)
         self.like = torch.empty(0, dtype=self.dtype, device=self.device)
 
-    def add(self, plane: Plane) -> None:
-        if plane not in self.planes:
+    def add(self, plane: Plane, dtype: torch.dtype | None = None) -> None:
+        dtype = dtype or self.dtype
+        if plane not in self.planes or self.planes[plane].dtype != dtype:
             # The CPU's allocator aligns less than CUDA's.
-            spare = ALIGNMENT // self.dtype.itemsize if self.device.type == "cpu" else 0
-            memory = torch.zeros(self.size + spare, dtype=self.dtype, device=self.device)
-            start = -memory.data_ptr() % ALIGNMENT // self.dtype.itemsize
+            spare = ALIGNMENT // dtype.itemsize if self.device.type == "cpu" else 0
+            memory = torch.zeros(self.size + spare, dtype=dtype, device=self.device)
+            start = -memory.data_ptr() % ALIGNMENT // dtype.itemsize
             self.planes[plane] = memory[start : start + self.size]
 
     def has(self, slot: Slot) -> bool:

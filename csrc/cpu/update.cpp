@@ -3,86 +3,20 @@
 #include "../update.h"
 
 #include <ATen/Parallel.h>
-#include <c10/util/BFloat16.h>
-#include <c10/util/Half.h>
 
 #include <algorithm>
-#include <cstring>
+#include <type_traits>
 #include <vector>
 
-#include "../backend.h"
 #include "../math/adam.h"
+#include "../math/chain.h"
+#include "../math/lerp.h"
 #include "../math/sgd.h"
-
-// Builds each loop for processors with fused multiply-add as well, and picks at load time; the
-// formulas say where to fuse, so all give the same bits.
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
-#if __GNUC__ >= 12
-#define TR_VECTOR_CLONES __attribute__((target_clones("arch=x86-64-v3", "default")))
-#else
-#define TR_VECTOR_CLONES __attribute__((target_clones("fma", "default")))
-#endif
-#else
-#define TR_VECTOR_CLONES
-#endif
+#include "kernels.h"
+#include "values.h"
 
 namespace torch_renaissance {
 namespace {
-
-template <typename scalar_t>
-struct OpMath {
-  using type = float;
-};
-template <>
-struct OpMath<double> {
-  using type = double;
-};
-template <typename scalar_t>
-using opmath_t = typename OpMath<scalar_t>::type;
-
-// How a dtype lies in memory. The 16-bit ones are handled as integers: gcc vectorises no loop over
-// their classes.
-template <typename scalar_t>
-struct Memory {
-  using type = scalar_t;
-  static scalar_t load(scalar_t v) { return v; }
-  static scalar_t save(scalar_t v) { return v; }
-};
-template <>
-struct Memory<c10::Half> {
-  using type = uint16_t;
-  // Exponents move by 112 between the formats. Every case is computed and one chosen, so that the
-  // loop has no branches; a subnormal is shifted into place by adding or taking away a float.
-  static float load(uint16_t v) {
-    using namespace c10::detail;
-    const uint32_t shifted = (v & 0x7fffu) << 13, sign = (v & 0x8000u) << 16;
-    const uint32_t normal = shifted + 0x38000000u, special = shifted + 0x70000000u;
-    const uint32_t small =
-        fp32_to_bits(fp32_from_bits(shifted + 0x38800000u) - fp32_from_bits(0x38800000u));
-    const uint32_t finite = shifted < 0x00800000u ? small : normal;
-    return fp32_from_bits((shifted >= 0x0f800000u ? special : finite) | sign);
-  }
-  static uint16_t save(float v) {
-    using namespace c10::detail;
-    const uint32_t bits = fp32_to_bits(v), sign = bits & 0x80000000u, size = bits ^ sign;
-    const uint32_t special = size > 0x7f800000u ? 0x7e00u : 0x7c00u;
-    const uint32_t small = fp32_to_bits(fp32_from_bits(size) + 0.5f) - 0x3f000000u;
-    const uint32_t normal = (size + 0xc8000fffu + ((size >> 13) & 1)) >> 13;  // to nearest even
-    const uint32_t finite = size < 0x38800000u ? small : normal;
-    const uint32_t chosen = size >= 0x47800000u ? special : finite;
-    return static_cast<uint16_t>(chosen | sign >> 16);
-  }
-};
-template <>
-struct Memory<c10::BFloat16> {
-  using type = uint16_t;
-  static float load(uint16_t v) { return c10::detail::f32_from_bits(v); }
-  static uint16_t save(float v) { return c10::detail::round_to_nearest_even(v); }
-};
-template <typename scalar_t>
-using memory_t = typename Memory<scalar_t>::type;
-
-#define TR_INLINE inline __attribute__((always_inline))
 
 // PLANES: how many of the rule's state planes the segment has. PLAIN: the usual case, no scale.
 template <typename R, int PLANES, bool PLAIN, typename T>
@@ -93,6 +27,7 @@ TR_INLINE void update_values(const typename R::template Scalars<T>& s,
                              T* __restrict__ plane1,
                              T* __restrict__ plane2,
                              T grad_scale,
+                             T multiplier,
                              int64_t count) {
   for (int64_t i = 0; i < count; ++i) {
     T state[kMaxPlanes] = {};
@@ -100,22 +35,12 @@ TR_INLINE void update_values(const typename R::template Scalars<T>& s,
     if constexpr (PLANES > 1) state[1] = plane1[i];
     if constexpr (PLANES > 2) state[2] = plane2[i];
     T g = grad[i];
-    if constexpr (!PLAIN) g = g / grad_scale;
+    if constexpr (!PLAIN) g = g / grad_scale * multiplier;
     param[i] = R::template update<PLAIN, T>(s, param[i], g, state);
     if constexpr (PLANES > 0) plane0[i] = state[0];
     if constexpr (PLANES > 1) plane1[i] = state[1];
     if constexpr (PLANES > 2) plane2[i] = state[2];
   }
-}
-
-template <typename scalar_t>
-TR_INLINE void load_values(float* __restrict__ to, const uint16_t* __restrict__ from, int64_t n) {
-  for (int64_t i = 0; i < n; ++i) to[i] = Memory<scalar_t>::load(from[i]);
-}
-
-template <typename scalar_t>
-TR_INLINE void save_values(uint16_t* __restrict__ to, const float* __restrict__ from, int64_t n) {
-  for (int64_t i = 0; i < n; ++i) to[i] = Memory<scalar_t>::save(from[i]);
 }
 
 // 16-bit values go through fp32 in pieces that stay in L1: gcc vectorises each loop alone, but not
@@ -126,10 +51,11 @@ TR_INLINE void update_span(const typename R::template Scalars<opmath_t<scalar_t>
                            memory_t<scalar_t>* grad,
                            memory_t<scalar_t>* const* planes,
                            opmath_t<scalar_t> grad_scale,
+                           opmath_t<scalar_t> multiplier,
                            int64_t count) {
   if constexpr (sizeof(scalar_t) > sizeof(uint16_t)) {
     update_values<R, PLANES, PLAIN, scalar_t>(
-        s, param, grad, planes[0], planes[1], planes[2], grad_scale, count);
+        s, param, grad, planes[0], planes[1], planes[2], grad_scale, multiplier, count);
   } else {
     constexpr int64_t kPiece = 256;
     float w[kPiece], g[kPiece], state[kMaxPlanes][kPiece];
@@ -138,7 +64,8 @@ TR_INLINE void update_span(const typename R::template Scalars<opmath_t<scalar_t>
       load_values<scalar_t>(w, param + i, n);
       load_values<scalar_t>(g, grad + i, n);
       for (int p = 0; p < PLANES; ++p) load_values<scalar_t>(state[p], planes[p] + i, n);
-      update_values<R, PLANES, PLAIN, float>(s, w, g, state[0], state[1], state[2], grad_scale, n);
+      update_values<R, PLANES, PLAIN, float>(
+          s, w, g, state[0], state[1], state[2], grad_scale, multiplier, n);
       save_values<scalar_t>(param + i, w, n);
       for (int p = 0; p < PLANES; ++p) save_values<scalar_t>(planes[p] + i, state[p], n);
     }
@@ -153,18 +80,21 @@ void unscale_span(memory_t<scalar_t>* grad, opmath_t<scalar_t> grad_scale, int64
 }
 
 // target_clones takes functions, not templates: one per rule, number of planes and dtype.
-#define TR_SPAN(NAME, RULE, PLANES, scalar_t)                                                \
-  TR_VECTOR_CLONES void NAME(const RULE::Scalars<opmath_t<scalar_t>>& s,                     \
-                             memory_t<scalar_t>* param,                                      \
-                             memory_t<scalar_t>* grad,                                       \
-                             memory_t<scalar_t>* const* planes,                              \
-                             opmath_t<scalar_t> grad_scale,                                  \
-                             int64_t count) {                                                \
-    if (s.plain && grad_scale == 1) {                                                        \
-      update_span<RULE, PLANES, true, scalar_t>(s, param, grad, planes, grad_scale, count);  \
-    } else {                                                                                 \
-      update_span<RULE, PLANES, false, scalar_t>(s, param, grad, planes, grad_scale, count); \
-    }                                                                                        \
+#define TR_SPAN(NAME, RULE, PLANES, scalar_t)                            \
+  TR_VECTOR_CLONES void NAME(const RULE::Scalars<opmath_t<scalar_t>>& s, \
+                             memory_t<scalar_t>* param,                  \
+                             memory_t<scalar_t>* grad,                   \
+                             memory_t<scalar_t>* const* planes,          \
+                             opmath_t<scalar_t> grad_scale,              \
+                             opmath_t<scalar_t> multiplier,              \
+                             int64_t count) {                            \
+    if (s.plain && grad_scale == 1 && multiplier == 1) {                 \
+      update_span<RULE, PLANES, true, scalar_t>(                         \
+          s, param, grad, planes, grad_scale, multiplier, count);        \
+    } else {                                                             \
+      update_span<RULE, PLANES, false, scalar_t>(                        \
+          s, param, grad, planes, grad_scale, multiplier, count);        \
+    }                                                                    \
   }
 #define TR_SPANS(RULE, PLANES, PREFIX)            \
   TR_SPAN(PREFIX##_float, RULE, PLANES, float)    \
@@ -183,6 +113,7 @@ using Span = void (*)(const typename R::template Scalars<opmath_t<scalar_t>>&,
                       memory_t<scalar_t>*,
                       memory_t<scalar_t>* const*,
                       opmath_t<scalar_t>,
+                      opmath_t<scalar_t>,
                       int64_t);
 
 // Elements worth a thread, as in torch's own loops.
@@ -193,24 +124,87 @@ struct Place {
   const Chunk* chunk;
 };
 
+// What goes with an update besides: see Update::control.
+template <typename scalar_t>
+struct Extras {
+  using T = opmath_t<scalar_t>;
+  using M = memory_t<scalar_t>;
+
+  const Update& u;
+  T multiplier = 1, ema_weight = 0;
+  bool ema_first = false;
+
+  explicit Extras(const Update& update) : u(update) {
+    if (u.control == nullptr) return;
+    multiplier = static_cast<T>(u.chain != nullptr ? u.chain[kMultiplier]
+                                                   : unscale_factor(u.control, nullptr));
+    ema_weight = static_cast<T>(1.0 - u.control[kEmaDecay]);
+    ema_first = u.counters[kAveraged] == 0;
+  }
+
+  // A 16-bit gradient of a float32 parameter, as float32 in `buffer`.
+  static M* widened(const Slot& slot, const Chunk& chunk, M* buffer) {
+    if constexpr (std::is_same_v<scalar_t, float>) {
+      const auto from = static_cast<const uint16_t*>(slot.grad) + chunk.start;
+      if (slot.flags & kHalfGrad) load_values<c10::Half>(buffer, from, chunk.count);
+      if (slot.flags & kBFloat16Grad) load_values<c10::BFloat16>(buffer, from, chunk.count);
+      if (slot.flags & (kHalfGrad | kBFloat16Grad)) return buffer;
+    }
+    return static_cast<M*>(slot.grad) + chunk.start;
+  }
+
+  static void unscale(const Slot& slot, const Chunk& chunk, T grad_scale) {
+    if (slot.flags & kHalfGrad) {
+      return unscale_span<c10::Half>(
+          static_cast<uint16_t*>(slot.grad) + chunk.start, grad_scale, chunk.count);
+    }
+    if (slot.flags & kBFloat16Grad) {
+      return unscale_span<c10::BFloat16>(
+          static_cast<uint16_t*>(slot.grad) + chunk.start, grad_scale, chunk.count);
+    }
+    unscale_span<scalar_t>(static_cast<M*>(slot.grad) + chunk.start, grad_scale, chunk.count);
+  }
+
+  // After the update of the chunk: the average and the 16-bit copy.
+  void finish(const Slot& slot, const Segment& segment, const Chunk& chunk) const {
+    const M* param = static_cast<const M*>(slot.param) + chunk.start;
+    if (segment.ema != nullptr) {
+      M* ema = static_cast<M*>(segment.ema) + chunk.offset;
+      for (int32_t i = 0; i < chunk.count; ++i) {
+        const T w = Memory<scalar_t>::load(param[i]), average = Memory<scalar_t>::load(ema[i]);
+        const T moved = lerp<T>(average, w, ema_weight, ema_weight >= T(0.5));
+        ema[i] = ema_first ? param[i] : Memory<scalar_t>::save(moved);
+      }
+    }
+    if constexpr (std::is_same_v<scalar_t, float>) {
+      uint16_t* low = static_cast<uint16_t*>(segment.low) + chunk.offset;
+      if (slot.grad == nullptr) return;
+      if (slot.flags & kWritesHalf) save_values<c10::Half>(low, param, chunk.count);
+      if (slot.flags & kWritesBFloat16) save_values<c10::BFloat16>(low, param, chunk.count);
+    }
+  }
+};
+
 template <typename R, typename scalar_t>
 void update(const Update& u, Span<R, scalar_t> with_all_planes, Span<R, scalar_t> without_last) {
   using T = opmath_t<scalar_t>;
   const T grad_scale = u.grad_scale != nullptr ? static_cast<T>(*u.grad_scale) : T(1);
+  const Extras<scalar_t> extras(u);
   std::vector<Place> places;
   for (int i = 0; i < u.n_segments; ++i) {
     const Segment& segment = u.segments[i];
     for (int64_t c = 0; c < segment.n_chunks; ++c) {
       const Chunk& chunk = segment.chunks[c];
-      if (u.slots[segment.first_slot + chunk.slot].grad != nullptr) {
-        places.push_back({&segment, &chunk});
-      }
+      const Slot& slot = u.slots[segment.first_slot + chunk.slot];
+      const bool averages = u.control != nullptr && segment.ema != nullptr && slot.param != nullptr;
+      if (slot.grad != nullptr || averages) places.push_back({&segment, &chunk});
     }
   }
   const int64_t grain = kGrain * static_cast<int64_t>(sizeof(scalar_t)) / kChunkBytes;
   at::parallel_for(0, static_cast<int64_t>(places.size()), grain, [&](int64_t begin, int64_t end) {
     typename R::template Scalars<T> scalars{};
     const Slot* current = nullptr;
+    memory_t<scalar_t> buffer[kChunkBytes / sizeof(scalar_t)];
     for (int64_t i = begin; i < end; ++i) {
       const auto& [segment, chunk] = places[i];
       const Slot& slot = u.slots[segment->first_slot + chunk->slot];
@@ -225,14 +219,17 @@ void update(const Update& u, Span<R, scalar_t> with_all_planes, Span<R, scalar_t
         planes[p] = plane != nullptr ? plane + chunk->offset : nullptr;
       }
       const auto span = planes[R::kPlanes - 1] != nullptr ? with_all_planes : without_last;
-      auto grad = static_cast<memory_t<scalar_t>*>(slot.grad) + chunk->start;
-      span(scalars,
-           static_cast<memory_t<scalar_t>*>(slot.param) + chunk->start,
-           grad,
-           planes,
-           grad_scale,
-           chunk->count);
-      if (u.grad_scale != nullptr) unscale_span<scalar_t>(grad, grad_scale, chunk->count);
+      if (slot.grad != nullptr) {
+        span(scalars,
+             static_cast<memory_t<scalar_t>*>(slot.param) + chunk->start,
+             extras.widened(slot, *chunk, buffer),
+             planes,
+             grad_scale,
+             extras.multiplier,
+             chunk->count);
+        if (u.grad_scale != nullptr) extras.unscale(slot, *chunk, grad_scale);
+      }
+      if (u.control != nullptr) extras.finish(slot, *segment, *chunk);
     }
   });
   for (int i = 0; i < u.n_segments; ++i) {
@@ -248,61 +245,31 @@ void update(const Update& u, Span<R, scalar_t> with_all_planes, Span<R, scalar_t
 }  // namespace
 
 void update_cpu(const Update& u) {
-  if (u.found_inf != nullptr && *u.found_inf != 0) {
+  const bool non_finite = u.chain != nullptr && u.chain[kFoundInf] != 0;
+  if (non_finite || (u.found_inf != nullptr && *u.found_inf != 0)) {
     u.counters[kSkipped] += u.counts_skips;
     return;
   }
   const bool adam = u.rule == Rule::kAdam;
   switch (u.dtype) {
     case ScalarType::kFloat:
-      return adam ? update<AdamRule, float>(u, amsgrad_float, adam_float)
-                  : update<SgdRule, float>(u, momentum_float, sgd_float);
+      adam ? update<AdamRule, float>(u, amsgrad_float, adam_float)
+           : update<SgdRule, float>(u, momentum_float, sgd_float);
+      break;
     case ScalarType::kDouble:
-      return adam ? update<AdamRule, double>(u, amsgrad_double, adam_double)
-                  : update<SgdRule, double>(u, momentum_double, sgd_double);
+      adam ? update<AdamRule, double>(u, amsgrad_double, adam_double)
+           : update<SgdRule, double>(u, momentum_double, sgd_double);
+      break;
     case ScalarType::kHalf:
-      return adam ? update<AdamRule, c10::Half>(u, amsgrad_half, adam_half)
-                  : update<SgdRule, c10::Half>(u, momentum_half, sgd_half);
+      adam ? update<AdamRule, c10::Half>(u, amsgrad_half, adam_half)
+           : update<SgdRule, c10::Half>(u, momentum_half, sgd_half);
+      break;
     case ScalarType::kBFloat16:
-      return adam ? update<AdamRule, c10::BFloat16>(u, amsgrad_bfloat16, adam_bfloat16)
-                  : update<SgdRule, c10::BFloat16>(u, momentum_bfloat16, sgd_bfloat16);
+      adam ? update<AdamRule, c10::BFloat16>(u, amsgrad_bfloat16, adam_bfloat16)
+           : update<SgdRule, c10::BFloat16>(u, momentum_bfloat16, sgd_bfloat16);
+      break;
   }
+  if (u.control != nullptr && u.ends_step) u.counters[kAveraged] += 1;
 }
-
-void pack_cpu(const Pack& p) {
-  const auto size = static_cast<int64_t>(p.dtype == ScalarType::kDouble  ? 8
-                                         : p.dtype == ScalarType::kFloat ? 4
-                                                                         : 2);
-  for (int i = 0; i < p.n_segments; ++i) {
-    const Segment& segment = p.segments[i];
-    at::parallel_for(0, segment.n_chunks, 16, [&](int64_t begin, int64_t end) {
-      for (int64_t c = begin; c < end; ++c) {
-        const Chunk& chunk = segment.chunks[c];
-        auto to = static_cast<char*>(segment.planes[0]) + chunk.offset * size;
-        auto from = static_cast<const char*>(p.slots[segment.first_slot + chunk.slot].grad);
-        if (chunk.count == 0) continue;
-        if (from != nullptr) {
-          std::memcpy(to, from + chunk.start * size, chunk.count * size);
-        } else {
-          std::memset(to, 0, chunk.count * size);
-        }
-      }
-    });
-  }
-}
-
-namespace {
-
-const bool registered = [] {
-  cpu_backend.update = [](const Update& u, const at::Tensor&) { update_cpu(u); };
-  cpu_backend.pack = [](const Pack& p, const at::Tensor&) { pack_cpu(p); };
-  cpu_backend.write = [](double* to, at::ArrayRef<double> values, const at::Tensor&) {
-    std::copy(values.begin(), values.end(), to);
-  };
-  cpu_backend.is_capturing = [] { return false; };
-  return true;
-}();
-
-}  // namespace
 
 }  // namespace torch_renaissance

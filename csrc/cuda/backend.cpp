@@ -18,6 +18,11 @@ struct Cuda {
     const c10::cuda::CUDAGuard guard(like.device());
     C10_CUDA_CHECK(update_cuda(u, c10::cuda::getCurrentCUDAStream()));
   }
+  static void norm(const Norm& n, const at::Tensor& like) {
+    check_slots(n.n_slots);
+    const c10::cuda::CUDAGuard guard(like.device());
+    C10_CUDA_CHECK(norm_cuda(n, c10::cuda::getCurrentCUDAStream()));
+  }
   static void pack(const Pack& p, const at::Tensor& like) {
     check_slots(p.n_slots);
     const c10::cuda::CUDAGuard guard(like.device());
@@ -27,6 +32,10 @@ struct Cuda {
     const c10::cuda::CUDAGuard guard(like.device());
     C10_CUDA_CHECK(write_values_cuda(
         to, values.data(), static_cast<int64_t>(values.size()), c10::cuda::getCurrentCUDAStream()));
+  }
+  static void copy(const Copies& c, const at::Tensor& like) {
+    const c10::cuda::CUDAGuard guard(like.device());
+    C10_CUDA_CHECK(copy_cuda(c, c10::cuda::getCurrentCUDAStream()));
   }
   static void check_slots(int64_t n_slots) {
     TORCH_CHECK(
@@ -39,7 +48,7 @@ bool capturing() {
 }
 
 const bool registered = [] {
-  cuda_backend = {Cuda::update, Cuda::pack, Cuda::write, capturing};
+  cuda_backend = {Cuda::update, Cuda::norm, Cuda::pack, Cuda::write, Cuda::copy, capturing};
   return true;
 }();
 

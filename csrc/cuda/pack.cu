@@ -4,38 +4,55 @@
 #include <cstring>
 
 #include "launch.h"
+#include "vector.cuh"
 
 namespace torch_renaissance {
 namespace {
 
-constexpr int kThreads = 256;
-
 struct PackArguments {
   Segment segments[kMaxSegments];
-  const void* grads[kMaxSlots];
+  struct {
+    const void* grad;
+    int32_t flags;
+  } slots[kMaxSlots];
+  bool adds;
 };
 
-// Copies bytes: the dtype only scales offsets. Planes and chunk starts are 16-byte aligned.
-__global__ void __launch_bounds__(kThreads)
-    pack_kernel(const __grid_constant__ PackArguments a, int size) {
-  int which = 0;
-  int64_t block = blockIdx.x;
-  while (block >= a.segments[which].n_chunks) block -= a.segments[which++].n_chunks;
-  const Segment& segment = a.segments[which];
-  const Chunk chunk = segment.chunks[block];
-  const void* grad = a.grads[segment.first_slot + chunk.slot];
-  const int bytes = chunk.count * size;
-  auto to = static_cast<char*>(segment.planes[0]) + chunk.offset * size;
-  auto from = static_cast<const char*>(grad) + chunk.start * size;
-  const bool aligned = (reinterpret_cast<uintptr_t>(from) & 15) == 0;
-  const int vectors = aligned ? bytes / 16 : 0;
-  for (int i = threadIdx.x; i < vectors; i += kThreads) {
-    reinterpret_cast<uint4*>(to)[i] =
-        grad != nullptr ? reinterpret_cast<const uint4*>(from)[i] : uint4{0, 0, 0, 0};
+template <int N, typename scalar_t>
+__device__ __forceinline__ void pack_vector(scalar_t* plane,
+                                            const void* grad,
+                                            int i,
+                                            int flags,
+                                            bool adds) {
+  using V = Vector<scalar_t, N>;
+  V g = grad != nullptr ? load_grad<N, scalar_t>(grad, i, flags) : V{};
+  if (adds) {
+    const V before = reinterpret_cast<V*>(plane)[i];
+#pragma unroll
+    for (int j = 0; j < N; ++j) g.value[j] = before.value[j] + g.value[j];
   }
-  for (int i = vectors * 16 + threadIdx.x * 2; i < bytes; i += kThreads * 2) {
-    *reinterpret_cast<uint16_t*>(to + i) =
-        grad != nullptr ? *reinterpret_cast<const uint16_t*>(from + i) : uint16_t{0};
+  reinterpret_cast<V*>(plane)[i] = g;
+}
+
+// Planes and chunk starts are 16-byte aligned.
+template <typename scalar_t>
+__global__ void __launch_bounds__(kThreads) pack_kernel(const __grid_constant__ PackArguments a) {
+  constexpr int N = Vector<scalar_t>::kSize;
+  int64_t block = blockIdx.x;
+  const Segment& segment = a.segments[find_segment(a.segments, block)];
+  const Chunk chunk = segment.chunks[block];
+  const auto& slot = a.slots[segment.first_slot + chunk.slot];
+  if (a.adds && slot.grad == nullptr) return;
+  auto plane = static_cast<scalar_t*>(segment.planes[0]) + chunk.offset;
+  const auto grad = slot.grad == nullptr ? nullptr
+                                         : static_cast<const char*>(slot.grad) +
+                                               chunk.start * grad_bytes<scalar_t>(slot.flags);
+  const int vectors = (reinterpret_cast<uintptr_t>(grad) & 15) == 0 ? chunk.count / N : 0;
+  for (int i = threadIdx.x; i < vectors; i += kThreads) {
+    pack_vector<N>(plane, grad, i, slot.flags, a.adds);
+  }
+  for (int i = vectors * N + threadIdx.x; i < chunk.count; i += kThreads) {
+    pack_vector<1>(plane, grad, i, slot.flags, a.adds);
   }
 }
 
@@ -61,10 +78,23 @@ cudaError_t pack_cuda(const Pack& p, cudaStream_t stream) {
     a.segments[i] = i < p.n_segments ? p.segments[i] : Segment{};
     blocks += a.segments[i].n_chunks;
   }
-  for (int64_t s = 0; s < p.n_slots; ++s) a.grads[s] = p.slots[s].grad;
+  for (int64_t s = 0; s < p.n_slots; ++s) a.slots[s] = {p.slots[s].grad, p.slots[s].flags};
+  a.adds = p.adds;
   if (blocks == 0) return cudaSuccess;
-  const int size = p.dtype == ScalarType::kDouble ? 8 : p.dtype == ScalarType::kFloat ? 4 : 2;
-  pack_kernel<<<blocks, kThreads, 0, stream>>>(a, size);
+  switch (p.dtype) {
+    case ScalarType::kFloat:
+      pack_kernel<float><<<blocks, kThreads, 0, stream>>>(a);
+      break;
+    case ScalarType::kDouble:
+      pack_kernel<double><<<blocks, kThreads, 0, stream>>>(a);
+      break;
+    case ScalarType::kHalf:
+      pack_kernel<__half><<<blocks, kThreads, 0, stream>>>(a);
+      break;
+    case ScalarType::kBFloat16:
+      pack_kernel<__nv_bfloat16><<<blocks, kThreads, 0, stream>>>(a);
+      break;
+  }
   return cudaGetLastError();
 }
 

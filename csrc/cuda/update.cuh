@@ -2,43 +2,49 @@
 // The kernel of the optimizer update: one block a chunk, all groups and tensors in one launch.
 #pragma once
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
+#include "../math/chain.h"
 #include "../math/hyper.h"
-#include "../update.h"
+#include "../math/lerp.h"
+#include "vector.cuh"
 
 namespace torch_renaissance {
 
-inline constexpr int kThreads = 256;
-inline constexpr int kBlocksPerMultiprocessor = 6;  // occupancy hides what a block waits for
-
-template <typename scalar_t>
-struct OpMath {
-  using type = float;
-};
-template <>
-struct OpMath<double> {
-  using type = double;
-};
+// Occupancy hides what a block waits for.
+inline constexpr int kBlocksPerMultiprocessor = 6;
+inline constexpr int kBlocksWithExtras = 5;  // which need more registers
 
 // The whole description travels by value, so nothing on the host has to outlive the launch.
-template <int CAPACITY>
+template <int SLOTS, int SEGMENTS>
 struct UpdateArguments {
-  Segment segments[kMaxSegments];
+  static constexpr int kSegments = SEGMENTS;
+  Segment segments[SEGMENTS];
   const double* hyper;
   int32_t* counters;
   const float* grad_scale;
   const float* found_inf;
-  bool counts_skips;
-  Slot slots[CAPACITY];
+  const double* control;
+  const double* chain;
+  bool counts_skips, ends_step;
+  Slot slots[SLOTS];
 };
 
+// What a chunk's update does besides: see Update::control.
 template <typename scalar_t>
-struct alignas(16) Vector {
-  static constexpr int kSize = 16 / sizeof(scalar_t);
-  scalar_t value[kSize];
+struct Extras {
+  scalar_t* ema;
+  void* low;
+  typename OpMath<scalar_t>::type ema_weight, multiplier;
+  int flags;
+  bool ema_first;  // the average begins as the weights after the first step, as AveragedModel's
 };
+
+template <typename T, typename scalar_t>
+__device__ __forceinline__ scalar_t averaged(scalar_t ema,
+                                             scalar_t param,
+                                             const Extras<scalar_t>& x) {
+  const T moved = lerp<T>(ema, param, x.ema_weight, x.ema_weight >= T(0.5));
+  return x.ema_first ? param : static_cast<scalar_t>(moved);
+}
 
 // The increment is always 1, but the compiler can't know: computing it needs `step`, so the counter
 // has been read when the ticket is drawn. A fence would say the same and cost a microsecond.
@@ -47,9 +53,9 @@ __device__ __forceinline__ int draw_ticket(int32_t* ticket, double step) {
 }
 
 // See Note [Ticket]: advances the step counter of every slot that took part.
-template <typename R, int CAPACITY>
-__device__ void advance_steps(const UpdateArguments<CAPACITY>& a) {
-  for (int i = 0; i < kMaxSegments && a.segments[i].n_slots > 0; ++i) {
+template <typename R, typename Arguments>
+__device__ void advance_steps(const Arguments& a) {
+  for (int i = 0; i < Arguments::kSegments && a.segments[i].n_slots > 0; ++i) {
     const Segment& segment = a.segments[i];
     for (int s = threadIdx.x; s < segment.n_slots; s += kThreads) {
       const Slot& slot = a.slots[segment.first_slot + s];
@@ -61,99 +67,130 @@ __device__ void advance_steps(const UpdateArguments<CAPACITY>& a) {
   }
 }
 
-// One chunk's elements. PLAIN: the usual case of the rule, and no gradient scale.
-template <typename R, int PLANES, bool PLAIN, typename scalar_t, typename T>
-__device__ __forceinline__ void update_chunk(const typename R::template Scalars<T>& s,
-                                             scalar_t* __restrict__ param,
-                                             scalar_t* __restrict__ grad,
-                                             scalar_t* const* planes,
-                                             const float* grad_scale,
-                                             int count) {
-  using V = Vector<scalar_t>;
+// Elements i * N to (i + 1) * N of a chunk. PLAIN: the usual case of the rule, no GradScaler.
+template <typename R, int PLANES, bool PLAIN, bool EXTRAS, int N, typename scalar_t, typename T>
+__device__ __forceinline__ void update_vector(const typename R::template Scalars<T>& s,
+                                              scalar_t* __restrict__ param,
+                                              void* __restrict__ grad,
+                                              scalar_t* const* planes,
+                                              const Extras<scalar_t>& x,
+                                              const float* grad_scale,
+                                              int i) {
+  using V = Vector<scalar_t, N>;
   constexpr int STATE = PLANES > 0 ? PLANES : 1;
   // Only a rule's last plane may be missing in some segments and present in others.
   auto has = [&](int p) { return p + 1 < R::kPlanes || planes[p] != nullptr; };
-  auto update = [&](scalar_t& w, scalar_t& g, scalar_t(&state)[STATE]) {
-    T gradient = static_cast<T>(g);
+  const int flags = EXTRAS ? x.flags : 0;
+  V w = reinterpret_cast<V*>(param)[i];
+  V g = load_grad<N, scalar_t>(grad, i, flags);
+  V state[STATE];
+#pragma unroll
+  for (int p = 0; p < PLANES; ++p) {
+    state[p] = has(p) ? reinterpret_cast<V*>(planes[p])[i] : V{};
+  }
+  V average;
+  if (EXTRAS && x.ema != nullptr) average = reinterpret_cast<V*>(x.ema)[i];
+#pragma unroll
+  for (int j = 0; j < N; ++j) {
+    T gradient = static_cast<T>(g.value[j]);
     if (!PLAIN && grad_scale != nullptr) {
       gradient = gradient / static_cast<T>(*grad_scale);
-      g = static_cast<scalar_t>(gradient);
+      g.value[j] = static_cast<scalar_t>(gradient);
     }
+    if (EXTRAS) gradient = gradient * x.multiplier;
     T element[kMaxPlanes] = {};
 #pragma unroll
-    for (int p = 0; p < PLANES; ++p) element[p] = static_cast<T>(state[p]);
-    w = static_cast<scalar_t>(
-        R::template update<PLAIN, T>(s, static_cast<T>(w), gradient, element));
+    for (int p = 0; p < PLANES; ++p) element[p] = static_cast<T>(state[p].value[j]);
+    w.value[j] = static_cast<scalar_t>(
+        R::template update<PLAIN, T>(s, static_cast<T>(w.value[j]), gradient, element));
 #pragma unroll
-    for (int p = 0; p < PLANES; ++p) state[p] = static_cast<scalar_t>(element[p]);
-  };
+    for (int p = 0; p < PLANES; ++p) state[p].value[j] = static_cast<scalar_t>(element[p]);
+  }
+  reinterpret_cast<V*>(param)[i] = w;
+  if (!PLAIN && grad_scale != nullptr) save_grad(grad, i, flags, g);
+#pragma unroll
+  for (int p = 0; p < PLANES; ++p) {
+    if (has(p)) reinterpret_cast<V*>(planes[p])[i] = state[p];
+  }
+  if (!EXTRAS) return;
+  if (x.ema != nullptr) {
+#pragma unroll
+    for (int j = 0; j < N; ++j) average.value[j] = averaged<T>(average.value[j], w.value[j], x);
+    reinterpret_cast<V*>(x.ema)[i] = average;
+  }
+  if (flags & kWritesHalf) save_as<__half>(x.low, i, w);
+  if (flags & kWritesBFloat16) save_as<__nv_bfloat16>(x.low, i, w);
+}
 
+template <typename R, int PLANES, bool PLAIN, bool EXTRAS, typename scalar_t, typename T>
+__device__ __forceinline__ void update_chunk(const typename R::template Scalars<T>& s,
+                                             scalar_t* param,
+                                             void* grad,
+                                             scalar_t* const* planes,
+                                             const Extras<scalar_t>& x,
+                                             const float* grad_scale,
+                                             int count) {
+  constexpr int N = Vector<scalar_t>::kSize;
   const bool aligned =
       ((reinterpret_cast<uintptr_t>(param) | reinterpret_cast<uintptr_t>(grad)) & 15) == 0;
-  const int vectors = aligned ? count / V::kSize : 0;
+  const int vectors = aligned ? count / N : 0;
 #pragma unroll 1
   for (int i = threadIdx.x; i < vectors; i += kThreads) {
-    V w = reinterpret_cast<V*>(param)[i];
-    V g = reinterpret_cast<V*>(grad)[i];
-    V state[STATE];
-#pragma unroll
-    for (int p = 0; p < PLANES; ++p) {
-      state[p] = has(p) ? reinterpret_cast<V*>(planes[p])[i] : V{};
-    }
-#pragma unroll
-    for (int j = 0; j < V::kSize; ++j) {
-      scalar_t element[STATE];
-#pragma unroll
-      for (int p = 0; p < PLANES; ++p) element[p] = state[p].value[j];
-      update(w.value[j], g.value[j], element);
-#pragma unroll
-      for (int p = 0; p < PLANES; ++p) state[p].value[j] = element[p];
-    }
-    reinterpret_cast<V*>(param)[i] = w;
-    if (!PLAIN && grad_scale != nullptr) reinterpret_cast<V*>(grad)[i] = g;
-#pragma unroll
-    for (int p = 0; p < PLANES; ++p) {
-      if (has(p)) reinterpret_cast<V*>(planes[p])[i] = state[p];
-    }
+    update_vector<R, PLANES, PLAIN, EXTRAS, N, scalar_t, T>(
+        s, param, grad, planes, x, grad_scale, i);
   }
   // The tail, and tensors at odd addresses.
 #pragma unroll 1
-  for (int i = vectors * V::kSize + threadIdx.x; i < count; i += kThreads) {
-    scalar_t w = param[i], g = grad[i], element[STATE];
-#pragma unroll
-    for (int p = 0; p < PLANES; ++p) element[p] = has(p) ? planes[p][i] : scalar_t(0.0f);
-    update(w, g, element);
-    param[i] = w;
-    if (!PLAIN && grad_scale != nullptr) grad[i] = g;
-#pragma unroll
-    for (int p = 0; p < PLANES; ++p) {
-      if (has(p)) planes[p][i] = element[p];
-    }
+  for (int i = vectors * N + threadIdx.x; i < count; i += kThreads) {
+    update_vector<R, PLANES, PLAIN, EXTRAS, 1, scalar_t, T>(
+        s, param, grad, planes, x, grad_scale, i);
   }
 }
 
-// PLANES: how many of the rule's state planes at least one segment has.
-template <typename R, int PLANES, typename scalar_t, int CAPACITY>
-__global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
-    update_kernel(const __grid_constant__ UpdateArguments<CAPACITY> a) {
+// A tensor without a gradient isn't updated, but the average goes on towards it.
+template <typename scalar_t>
+__device__ void average_chunk(const scalar_t* param, const Extras<scalar_t>& x, int count) {
+  using T = typename OpMath<scalar_t>::type;
+  for (int i = threadIdx.x; i < count; i += kThreads) x.ema[i] = averaged<T>(x.ema[i], param[i], x);
+}
+
+// PLANES: how many of the rule's state planes at least one segment has. EXTRAS: see
+// Update::control.
+template <typename R, int PLANES, bool EXTRAS, typename scalar_t, typename Arguments>
+__global__ void __launch_bounds__(kThreads, EXTRAS ? kBlocksWithExtras : kBlocksPerMultiprocessor)
+    update_kernel(const __grid_constant__ Arguments a) {
   using T = typename OpMath<scalar_t>::type;
   constexpr int STATE = PLANES > 0 ? PLANES : 1;
 
-  int which = 0;
   int64_t block = blockIdx.x;
-  while (block >= a.segments[which].n_chunks) block -= a.segments[which++].n_chunks;
-  const Segment& segment = a.segments[which];
+  const Segment& segment = a.segments[find_segment(a.segments, block)];
   const Chunk chunk = segment.chunks[block];
   const Slot& slot = a.slots[segment.first_slot + chunk.slot];
 
   __shared__ typename R::template Scalars<T> s;
+  __shared__ Extras<scalar_t> x;
   __shared__ bool skip, last;
   if (threadIdx.x == 0) {
     const Hyper h = read_hyper(a.hyper + slot.row * kHyperColumns);
     const double step = static_cast<double>(segment.steps[chunk.slot]) + 1;
     s = R::template scalars<T>(h, R::correction(h, step));
     skip = a.found_inf != nullptr && *a.found_inf != 0.0f;
-    last = !skip && draw_ticket(a.counters + kTicket, step) == static_cast<int>(gridDim.x) - 1;
+    int32_t averaged = 0;
+    if (EXTRAS) {
+      skip = skip || (a.chain != nullptr && a.chain[kFoundInf] != 0);
+      auto ema = static_cast<scalar_t*>(segment.ema);
+      auto low = static_cast<uint16_t*>(segment.low);
+      averaged = a.counters[kAveraged];
+      x = {ema != nullptr ? ema + chunk.offset : nullptr,
+           low != nullptr ? low + chunk.offset : nullptr,
+           static_cast<T>(1.0 - a.control[kEmaDecay]),
+           static_cast<T>(a.chain != nullptr ? a.chain[kMultiplier]
+                                                 : unscale_factor(a.control, nullptr)),
+           slot.flags,
+           averaged == 0};
+    }
+    last = !skip &&
+           draw_ticket(a.counters + kTicket, step + averaged) == static_cast<int>(gridDim.x) - 1;
   }
   __syncthreads();
   if (skip) {
@@ -163,7 +200,8 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
 
   const int count = slot.grad != nullptr ? chunk.count : 0;
   auto param = static_cast<scalar_t*>(slot.param) + chunk.start;
-  auto grad = static_cast<scalar_t*>(slot.grad) + chunk.start;
+  auto grad =
+      static_cast<char*>(slot.grad) + chunk.start * grad_bytes<scalar_t>(EXTRAS ? slot.flags : 0);
   scalar_t* planes[STATE];
 #pragma unroll
   for (int p = 0; p < STATE; ++p) {
@@ -171,12 +209,19 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
     planes[p] = plane != nullptr ? plane + chunk.offset : nullptr;
   }
   if (s.plain && a.grad_scale == nullptr) {
-    update_chunk<R, PLANES, true, scalar_t, T>(s, param, grad, planes, nullptr, count);
+    update_chunk<R, PLANES, true, EXTRAS, scalar_t, T>(s, param, grad, planes, x, nullptr, count);
   } else {
-    update_chunk<R, PLANES, false, scalar_t, T>(s, param, grad, planes, a.grad_scale, count);
+    update_chunk<R, PLANES, false, EXTRAS, scalar_t, T>(
+        s, param, grad, planes, x, a.grad_scale, count);
+  }
+  if (EXTRAS && slot.grad == nullptr && slot.param != nullptr && x.ema != nullptr) {
+    average_chunk(param, x, chunk.count);
   }
   if (last) {
-    if (threadIdx.x == 0) a.counters[kTicket] = 0;
+    if (threadIdx.x == 0) {
+      a.counters[kTicket] = 0;
+      if (EXTRAS && a.ends_step) a.counters[kAveraged] += 1;
+    }
     advance_steps<R>(a);
   }
 }

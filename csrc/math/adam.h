@@ -7,6 +7,7 @@
 #include <cmath>
 
 #include "hyper.h"
+#include "lerp.h"
 
 namespace torch_renaissance {
 
@@ -60,10 +61,7 @@ struct AdamRule {
     T g = PLAIN ? grad : grad * s.sign;
     param = param * s.decay;
     if (!PLAIN) g = s.coupled ? std::fma(s.coupled_decay, param, g) : g;
-    // torch.lerp is exact at both ends: it starts from the nearer one.
-    const T gap = g - state[0];
-    const T early = std::fma(s.weight1, gap, state[0]);
-    state[0] = !PLAIN && s.late_lerp ? std::fma(s.weight1 - T(1), gap, g) : early;
+    state[0] = lerp(state[0], g, s.weight1, !PLAIN && s.late_lerp);
     state[1] = std::fma(s.weight2 * g, g, state[1] * s.beta2);
     T second = state[1];
     if (!PLAIN) {

@@ -11,12 +11,14 @@ from torch import Tensor, nn
 from torch.optim import optimizer as _torch
 
 from .._ops import _C
+from ..amp import LossScale
 from ..regions import Kind, Regions, classify
 from . import _native
 from ._judge import is_fresh, step_is_hosted
 from ._plan import Options, Plan, Rule
 
 _DONE = _C.DONE
+_OWN = ("max_grad_norm", "ema_decay", "amp")  # attributes that travel with deepcopy and pickle
 _profiler_enabled = torch.autograd._profiler_enabled
 _ATTEMPTS = 4  # the plan is stale, a gradient turns out unsupported, state is foreign, it fits
 
@@ -39,6 +41,24 @@ class Fused:
     _step_supports_amp_scaling = True  # GradScaler hands grad_scale and found_inf over
     _rule: Rule
     _native: type
+
+    max_grad_norm: float | None = None
+    """What `step()` clips the norm of all gradients to, as `torch.nn.utils.clip_grad_norm_` does
+    before it; None: nothing. Read at every step. `.grad` itself stays unclipped."""
+
+    ema_decay: float | Callable[[int], float] | None = None
+    """How much of the averaged weights (`tr.Ema`) each step keeps; or a function of the number of
+    steps so far, skipped ones included, that says so. Set by `tr.accelerate`, read every step."""
+
+    amp: LossScale | None = None
+    """The loss scale of `tr.TrainStep(precision="fp16")`."""
+
+    @property
+    def grad_norm(self) -> Tensor | None:
+        """The norm of all gradients at the last step with `max_grad_norm` or a loss scale, before
+        clipping: a 0-dim tensor on the device; None if there was no such step."""
+        plan = vars(self).get("_plan")
+        return plan.grad_norm() if plan else None
 
     @property
     def skipped_steps(self) -> int:
@@ -70,7 +90,7 @@ class Fused:
             and not _torch._global_optimizer_pre_hooks
             and not _torch._global_optimizer_post_hooks
             and not _profiler_enabled()
-            and plan.host.run(own, False) == _DONE
+            and plan.host.run(own) == _DONE
         ):
             return None  # everything as it was at the last step: one call has done it
         return _step_with_hooks(self, closure)
@@ -118,7 +138,10 @@ class Fused:
         state = super().__getstate__()
         plan = vars(self).get("_plan")
         options = plan.options if plan else vars(self).get("_options", Options())
-        return {**state, "_options": options, "_skipped_before": self.skipped_steps}
+        own = {k: vars(self)[k] for k in _OWN if k in vars(self)}
+        if plan and options.averages:
+            own["_averages"] = plan.averages(), plan.averaged(), plan.host.ema_calls
+        return {**state, **own, "_options": options, "_skipped_before": self.skipped_steps}
 
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)
@@ -134,6 +157,9 @@ class Fused:
         plan = vars(self).get("_plan")
         if plan is None:
             plan = self._plan = Plan(self._rule, vars(self).get("_options") or Options())
+            if "_averages" in vars(self):
+                averages, averaged, plan.host.ema_calls = vars(self).pop("_averages")
+                plan.start_averages(averages, averaged)
         return plan
 
     def _run(self, attempt: Callable[[], int], native: Callable[[set[Tensor]], None]) -> None:
@@ -157,13 +183,24 @@ class Fused:
             "don't modify them from another thread"
         )
 
-    def _update(self) -> None:
+    def _update(
+        self, loss_scale: tuple | None = None, micro_batches: int = 1, prepared: bool = False
+    ) -> None:
+        """The step without hooks. For TrainStep: `loss_scale` (`LossScale.parts`) has scaled the
+        gradients; with `micro_batches > 1` they were summed by `_accumulate`; `prepared`: the
+        hyper-parameters are on the device already."""
         plan = self._current_plan()
         own = vars(self)
-        if plan.options.gradients == "flat" and not own.get("_packed"):
+        if plan.swapped:
+            raise RuntimeError(
+                f"{type(self).__name__}.step: the parameters hold their averages now; step outside "
+                "of `Ema.swapped()`"
+            )
+        if micro_batches == 1 and plan.options.gradients == "flat" and not own.get("_packed"):
             self.pack_gradients()
         packed = own.get("_packed")
         self._packed = None
+        source = _C.PACKED if packed else _C.GATHER if micro_batches == 1 else _C.ACCUMULATED
 
         def attempt() -> int:
             if packed and [id(plane) for plane in packed] != [id(p) for p in plan.packed()]:
@@ -171,17 +208,62 @@ class Fused:
                     f"{type(self).__name__}.step: parameters have got gradients or a new layout "
                     "since pack_gradients(); call it again"
                 )
-            return plan.host.run(own, bool(packed))
+            return plan.host.run(own, source, loss_scale, micro_batches, prepared)
 
-        self._run(attempt, self._update_native)
+        self._run(attempt, lambda params: self._update_native(params, loss_scale))
 
-    def _update_native(self, params: set[Tensor]) -> None:
-        options = self._current_plan().options
+    def _train_step(
+        self, loss_scale: tuple | None = None, micro_batches: int = 1, prepared: bool = False
+    ) -> None:
+        """`_update` with hooks, for TrainStep."""
+        self._opt_called = True  # what schedulers look for
+        self._train_step_arguments = loss_scale, micro_batches, prepared
+        try:
+            _train_step_with_hooks(self)
+        finally:
+            del self._train_step_arguments
+
+    def _begin_accumulation(self) -> None:
+        """Sums of gradients, in plane G, start from zero."""
+        plan = self._current_plan()
+        if not plan.sums:
+            plan.sums = True
+            plan.sync(self)
+        plan.host.begin_accumulation()
+
+    def _accumulate(self) -> None:
+        """Adds the gradients to the sums."""
+        plan = self._current_plan()
+        own = vars(self)
+
+        def refuse(params: set[Tensor]) -> None:
+            self._refuse_native(params, "accumulate > 1")
+
+        self._run(lambda: plan.host.accumulate(own), refuse)
+
+    def _update_native(self, params: set[Tensor], loss_scale: tuple | None) -> None:
+        plan = self._current_plan()
+        if self.max_grad_norm is not None:
+            self._refuse_native(params, "max_grad_norm")
+        if loss_scale is not None:
+            self._refuse_native(params, "a loss scale")
+        if plan.options.averages:
+            self._refuse_native(params, "ema_decay")
 
         def decays(p: Tensor) -> bool:
-            return options.decay_bias_like or not options.describe(p)[1].bias_like
+            return plan.options.decay_bias_like or not plan.options.describe(p)[1].bias_like
 
         _native.step(self, self._native, params, decays)
+
+    def _refuse_native(self, params: set[Tensor], what: str) -> None:
+        native = self._current_plan().native
+        for p in params:
+            if p.grad is not None:
+                name, why = native[p]
+                raise RuntimeError(
+                    f"{type(self).__name__}.step: {what} can't be had with {name}, which is left "
+                    f"to torch's own form ({why}); do that part by hand for this model"
+                )
 
     def _portable_state(self) -> defaultdict:
         plan = vars(self).get("_plan")
@@ -213,4 +295,10 @@ def _plain_step(self, closure: Callable | None = None):
     return loss
 
 
+def _plain_train_step(self) -> None:
+    loss_scale, micro_batches, prepared = self._train_step_arguments
+    self._update(loss_scale, micro_batches, prepared)
+
+
+_train_step_with_hooks = torch.optim.Optimizer.profile_hook_step(_plain_train_step)
 _step_with_hooks = torch._disable_dynamo(torch.optim.Optimizer.profile_hook_step(_plain_step))

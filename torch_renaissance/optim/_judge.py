@@ -44,7 +44,13 @@ def why_unsupported(p: Tensor) -> str:
     grad = p.grad
     if grad is None:
         return ""
-    fits = grad.layout == torch.strided and kind_of(grad) == kind_of(p) and grad.shape == p.shape
+    narrow = p.dtype == torch.float32 and grad.dtype in (torch.float16, torch.bfloat16)
+    fits = (
+        grad.layout == torch.strided
+        and (grad.dtype == p.dtype or narrow)
+        and grad.device == p.device
+        and grad.shape == p.shape
+    )
     plain = type(grad) in (nn.Parameter, Tensor)
     return "" if fits and plain else f"its gradient is {grad.layout} {grad.dtype} {type(grad)}"
 

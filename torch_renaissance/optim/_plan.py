@@ -30,6 +30,7 @@ class Options:
     decay_bias_like: bool = True
     gradients: str = "gather"
     known: dict[Tensor, tuple[str, Kind]] = field(default_factory=dict)
+    averages: bool = False
 
     def describe(self, p: Tensor, name: str = "") -> tuple[str, Kind]:
         """Name and kind of a parameter; one of no module has the given name, its kind by `ndim`."""
@@ -62,13 +63,18 @@ class Plan:
         self.host = _C.HostStep(rule.name)
         self._dropped: list[Slot] = []  # whose state goes back to ordinary tensors
         self._pending: list[tuple[dict, str, Tensor]] = []  # state entries to rebind at the end
-        self._tables: dict[torch.device, tuple[Tensor, Tensor]] = {}
+        self._tables: dict[torch.device, dict[str, Tensor]] = {}
         self._entries: list[Slot] = []
+        self.swapped = False  # while `Ema.swapped` has the averages in the parameters
+        self.low: dict[Tensor, torch.dtype] = {}  # parameters that have a copy in plane H
+        self.sums = False  # whether plane G is there for sums over micro-batches
+        self._averages_before: dict[Tensor, Tensor] = {}  # of an earlier plan or a pickle
+        self._averaged_before = 0
 
     @property
     def simple(self) -> bool:
         """Whether `host` alone makes a step, unless something has changed."""
-        return not self.native and self.options.gradients == "gather"
+        return not (self.native or self.swapped) and self.options.gradients == "gather"
 
     # -- what the outside asks for ---------------------------------------------------------------
 
@@ -79,6 +85,7 @@ class Plan:
             moves = self._place(optimizer)
             self._keep_state(optimizer)
             self._make_state(optimizer)
+            self._add_extra_planes()
             # Until here only our own memory was written, so a failure has changed nothing.
             for p, weight in moves:
                 p.data = weight
@@ -97,7 +104,49 @@ class Plan:
         return Regions(list(self.slots.values()), self.blocks, dict(self.native.values()))
 
     def skipped_steps(self) -> int:
-        return sum(int(counters[_C.SKIPPED]) for counters, _ in self._tables.values())
+        return sum(int(table["counters"][_C.SKIPPED]) for table in self._tables.values())
+
+    def grad_norm(self) -> Tensor | None:
+        """The last norm that a step found, as a tensor of its own; None before the first one."""
+        found = [t["chain"][_C.GRAD_NORM] for t in self._tables.values() if "chain" in t]
+        wide = any(b.dtype == torch.float64 for b in self.blocks)
+        return found[0].to(torch.float64 if wide else torch.float32, copy=True) if found else None
+
+    # -- planes that only some steps need --------------------------------------------------------
+
+    def averages(self) -> dict[Tensor, Tensor]:
+        """The averaged weights by parameter, in plane E; of a parameter that hasn't been stepped
+        since they were loaded, as they were loaded."""
+        return self._averages_before | {
+            s.param: s.block.slice(Plane.E, s.index)
+            for s in self.slots.values()
+            if s.block is not None and Plane.E in s.block.planes
+        }
+
+    def averaged(self) -> int:
+        """How many updates the averages have seen. Waits for the device."""
+        counts = [int(table["counters"][_C.AVERAGED]) for table in self._tables.values()]
+        return max(counts, default=self._averaged_before)
+
+    def start_averages(self, averages: dict[Tensor, Tensor], averaged: int) -> None:
+        """Goes on from averages kept elsewhere: they count for blocks made from now on, and for
+        those that exist."""
+        self._averages_before, self._averaged_before = {}, averaged
+        with torch.no_grad():
+            for p, mine in self.averages().items():
+                if p in averages:
+                    mine.copy_(averages[p])
+        self._averages_before = dict(averages)
+        for table in self._tables.values():
+            table["counters"][_C.AVERAGED] = averaged
+
+    def low_copies(self) -> dict[Tensor, Tensor]:
+        """Slices of plane H, by parameter."""
+        return {
+            s.param: s.block.slice(Plane.H, s.index)
+            for s in self.slots.values()
+            if s.block is not None and s.param in self.low and Plane.H in s.block.planes
+        }
 
     def packed(self) -> list[Tensor]:
         return [b.planes[Plane.G] for b in self._stateful()]
@@ -239,7 +288,8 @@ class Plan:
     def _make_state(self, optimizer) -> None:
         """State as torch makes it: for a parameter that has a gradient, when it first has one."""
         active = [s for s in self.slots.values() if s.param.grad is not None]
-        self._give_blocks(optimizer, [s for s in active if s.block is None])
+        wanting = self.slots.values() if self.low else active  # 16-bit copies are read beforehand
+        self._give_blocks(optimizer, [s for s in wanting if s.block is None])
         for slot in active:
             for key in self._needs(optimizer, slot):
                 self._add_plane(slot.block, key)
@@ -279,8 +329,6 @@ class Plan:
             block = home if home and home.slots == batch and not _has_state(home) else None
             keys = self._needs(optimizer, batch[0])
             planes = [self.rule.planes[k] for k in keys]
-            if self.options.gradients == "flat":
-                planes.append(Plane.G)
             if block is None:
                 block = Block(batch, planes)
                 self.blocks.append(block)
@@ -290,6 +338,19 @@ class Plan:
                 s.block, s.index = block, i
                 s.state = {"step": block.step_of(i)} if self.rule.shows_step else {}
                 s.state |= {k: block.slice(self.rule.planes[k], i) for k in keys}
+
+    def _add_extra_planes(self) -> None:
+        for block in self._stateful():
+            if self.options.gradients == "flat" or self.sums:
+                block.add(Plane.G)
+            dtypes = {self.low[s.param] for s in block.slots if s.param in self.low}
+            for dtype in dtypes:
+                block.add(Plane.H, dtype)
+            if self.options.averages and Plane.E not in block.planes:
+                block.add(Plane.E)
+                for i, s in enumerate(block.slots):
+                    before = self._averages_before.get(s.param, s.param)
+                    block.slice(Plane.E, i).copy_(before)
 
     def _add_plane(self, block: Block, key: str) -> None:
         block.add(self.rule.planes[key])
@@ -313,15 +374,20 @@ class Plan:
         used = {id(s.block) for s in self.slots.values() if s.block is not None}
         return [b for b in self.blocks if id(b) in used]
 
-    def _table(self, device: torch.device, n_groups: int) -> tuple[Tensor, Tensor]:
-        """Counters and the table of hyper-parameters of a device."""
-        counters, hyper = self._tables.get(device, (None, None))
-        if counters is None:
-            counters = torch.zeros(_C.COUNTERS, dtype=torch.int32, device=device)
-        if hyper is None or hyper.shape[0] != 2 * n_groups:
-            hyper = torch.zeros(2 * n_groups, _C.HYPER_COLUMNS, dtype=torch.float64, device=device)
-        self._tables[device] = counters, hyper
-        return counters, hyper
+    def _table(self, device: torch.device, n_groups: int) -> dict[str, Tensor]:
+        """What all launches of a device share: counters, the table of hyper-parameters with the
+        row that controls the step, and what the norm pass finds."""
+        table = self._tables.setdefault(device, {})
+        if not table:
+            table["counters"] = torch.zeros(_C.COUNTERS, dtype=torch.int32, device=device)
+            if self._averaged_before:
+                table["counters"][_C.AVERAGED] = self._averaged_before
+            for name, size in (("chain", _C.CONTROL_RESULTS), ("partials", _C.NORM_PARTIALS)):
+                table[name] = torch.zeros(size, dtype=torch.float64, device=device)
+        if "hyper" not in table or table["hyper"].shape[0] != 2 * n_groups + 1:
+            shape = 2 * n_groups + 1, _C.HYPER_COLUMNS
+            table["hyper"] = torch.zeros(shape, dtype=torch.float64, device=device)
+        return table
 
     def _hand_over(self, optimizer) -> None:
         launches: list[dict] = []
@@ -332,8 +398,8 @@ class Plan:
             at = open_launch.get(kind)
             if at is None or not _fits(launches[at]["segments"], block):
                 at = open_launch[kind] = len(launches)
-                counters, hyper = self._table(block.device, len(optimizer.param_groups))
-                launches.append({"counters": counters, "hyper": hyper, "segments": []})
+                table = self._table(block.device, len(optimizer.param_groups))
+                launches.append({**table, "segments": []})
             segments = launches[at]["segments"]
             first = sum(len(s["steps"]) for s in segments)
             place[id(block)] = (at, first, len(segments))
@@ -341,26 +407,28 @@ class Plan:
             segments.append(
                 {"planes": planes, "steps": block.steps, "chunks": block.chunks}
                 | {"packed": block.planes.get(Plane.G), "like": block.like}
+                | {"ema": block.planes.get(Plane.E), "low": block.planes.get(Plane.H)}
             )
         self._entries = list(self.slots.values())
+        low = self.low_copies()
         entries = []
         for s in self._entries:
             at, first, segment = place.get(id(s.block), (-1, 0, 0))
-            planes = sum(p in s.block.planes for p in self.rule.planes.values()) if s.block else 0
-            offset = s.block.offsets[s.index] if s.block else 0
-            has_state = bool(optimizer.state.get(s.param))
             entries.append(
-                (
-                    s.param,
-                    s.group,
-                    s.decays,
-                    at,
-                    first + s.index,
-                    planes,
-                    has_state,
-                    segment,
-                    offset,
-                )
+                {
+                    "param": s.param,
+                    "group": s.group,
+                    "decays": s.decays,
+                    "launch": at,
+                    "slot": first + s.index,
+                    "planes": sum(p in s.block.planes for p in self.rule.planes.values())
+                    if s.block
+                    else 0,
+                    "has_state": bool(optimizer.state.get(s.param)),
+                    "segment": segment,
+                    "offset": s.block.offsets[s.index] if s.block else 0,
+                    "low": low.get(s.param),
+                }
             )
         groups = [list(g["params"]) for g in optimizer.param_groups]
         known = self.slots.keys() | self.native.keys()

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Adam and AdamW, drop-ins for torch's; the formula is csrc/math/adam.h."""
 
+from weakref import ref
+
 import torch
 
 from ..regions import Plane
@@ -32,9 +34,10 @@ class Adam(Fused, torch.optim.Adam):
     _rule, _native = _RULE, torch.optim.Adam
 
     def __init__(self, params, *args, **kwargs):
-        params, known = module_groups(params)
-        super().__init__(params, *args, **kwargs)
+        groups, known = module_groups(params)
+        super().__init__(groups, *args, **kwargs)
         self._options = Options(known=known)
+        self._model = ref(params) if known else None
 
 
 class AdamW(Fused, torch.optim.AdamW):
@@ -43,6 +46,7 @@ class AdamW(Fused, torch.optim.AdamW):
     _rule, _native = _RULE, torch.optim.AdamW
 
     def __init__(self, params, *args, **kwargs):
-        params, known = module_groups(params)
-        super().__init__(params, *args, **kwargs)
+        groups, known = module_groups(params)
+        super().__init__(groups, *args, **kwargs)
         self._options = Options(known=known)
+        self._model = ref(params) if known else None

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """SGD, a drop-in for torch's, with decoupled decay besides; the formula is csrc/math/sgd.h."""
 
+from weakref import ref
+
 import torch
 
 from ..regions import Plane
@@ -28,9 +30,10 @@ class SGD(Fused, torch.optim.SGD):
     _native = torch.optim.SGD
 
     def __init__(self, params, *args, decoupled_weight_decay: bool = False, **kwargs):
-        params, known = module_groups(params)
-        super().__init__(params, *args, **kwargs)
+        groups, known = module_groups(params)
+        super().__init__(groups, *args, **kwargs)
         self._options = Options(known=known)
+        self._model = ref(params) if known else None
         if decoupled_weight_decay:  # torch's groups have no such key, so ours only where it is on
             self.defaults["decoupled_weight_decay"] = True
             for group in self.param_groups:

@@ -1,0 +1,180 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// One read of all gradients: the sum of their squares and whether all are finite, added up in a
+// fixed order; the last block finishes what the update needs (math/chain.h).
+#include <algorithm>
+#include <cstring>
+
+#include "../math/chain.h"
+#include "launch.h"
+#include "vector.cuh"
+
+namespace torch_renaissance {
+namespace {
+
+constexpr int kBlocksPerMultiprocessor = 8;
+constexpr int kFewSlots = 192;
+
+template <int SLOTS>
+struct NormArguments {
+  Segment segments[kMaxSegments];
+  const double* control;
+  double* chain;
+  double* partials;
+  int32_t* counters;
+  const float* grad_scale;
+  float* loss_scale;
+  int32_t* growth_tracker;
+  int64_t n_chunks;
+  bool first, last;
+  struct {
+    const void* grad;
+    int32_t flags;
+  } slots[SLOTS];
+};
+
+// `bad` becomes NaN where a gradient isn't finite, whatever its square does.
+template <int N, typename scalar_t, typename T>
+__device__ __forceinline__ void add_squares(const void* grad,
+                                            int i,
+                                            int flags,
+                                            T factor,
+                                            T& sum,
+                                            T& bad) {
+  const auto g = load_grad<N, scalar_t>(grad, i, flags);
+#pragma unroll
+  for (int j = 0; j < N; ++j) {
+    const T value = static_cast<T>(g.value[j]);
+    const T unscaled = value * factor;
+    sum = std::fma(unscaled, unscaled, sum);
+    bad = std::fma(value, T(0), bad);
+  }
+}
+
+// The sum over a block, in the same order each time; valid in thread 0.
+__device__ double sum_of_block(double value, double* shared) {
+  for (int offset = 16; offset > 0; offset /= 2) {
+    value += __shfl_down_sync(0xffffffffu, value, offset);
+  }
+  __syncthreads();
+  if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = value;
+  __syncthreads();
+  double total = 0;
+  if (threadIdx.x == 0) {
+    for (int warp = 0; warp < kThreads / 32; ++warp) total += shared[warp];
+  }
+  return total;
+}
+
+template <typename scalar_t, int SLOTS>
+__global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
+    norm_kernel(const __grid_constant__ NormArguments<SLOTS> a) {
+  using T = typename OpMath<scalar_t>::type;
+  constexpr int N = Vector<scalar_t>::kSize;
+  __shared__ double shared[kThreads / 32];
+  __shared__ bool last;
+  const float* scale = a.grad_scale != nullptr ? a.grad_scale : a.loss_scale;
+  const T factor = static_cast<T>(unscale_factor(a.control, scale));
+
+  T sum = T(0), bad = T(0);
+#pragma unroll 1
+  for (int64_t c = blockIdx.x; c < a.n_chunks; c += gridDim.x) {
+    int64_t block = c;
+    const Segment& segment = a.segments[find_segment(a.segments, block)];
+    const Chunk chunk = segment.chunks[block];
+    const auto& slot = a.slots[segment.first_slot + chunk.slot];
+    if (slot.grad == nullptr) continue;
+    const auto grad =
+        static_cast<const char*>(slot.grad) + chunk.start * grad_bytes<scalar_t>(slot.flags);
+    const int vectors = (reinterpret_cast<uintptr_t>(grad) & 15) == 0 ? chunk.count / N : 0;
+#pragma unroll 2
+    for (int i = threadIdx.x; i < vectors; i += kThreads) {
+      add_squares<N, scalar_t>(grad, i, slot.flags, factor, sum, bad);
+    }
+    for (int i = vectors * N + threadIdx.x; i < chunk.count; i += kThreads) {
+      add_squares<1, scalar_t>(grad, i, slot.flags, factor, sum, bad);
+    }
+  }
+  double total = sum_of_block(sum, shared);
+  double total_bad = sum_of_block(bad, shared);
+  if (threadIdx.x == 0) {
+    a.partials[blockIdx.x] = total;
+    a.partials[kNormPartials + blockIdx.x] = total_bad;
+    __threadfence();
+    last = atomicAdd(a.counters + kTicket, 1) == static_cast<int>(gridDim.x) - 1;
+  }
+  __syncthreads();
+  if (!last) return;
+  __threadfence();
+  double mine = 0, mine_bad = 0;
+  for (unsigned i = threadIdx.x; i < gridDim.x; i += kThreads) {
+    mine += __ldcg(a.partials + i);
+    mine_bad += __ldcg(a.partials + kNormPartials + i);
+  }
+  total = sum_of_block(mine, shared);
+  total_bad = sum_of_block(mine_bad, shared);
+  if (threadIdx.x == 0) {
+    a.counters[kTicket] = 0;
+    total += a.first ? 0.0 : a.chain[kSumOfSquares];
+    total_bad += a.first ? 0.0 : a.chain[kNonFinite];
+    a.chain[kSumOfSquares] = total;
+    a.chain[kNonFinite] = total_bad;
+    if (a.last) {
+      finish_chain<T>(a.control, total, total_bad == 0, a.loss_scale, a.growth_tracker, a.chain);
+    }
+  }
+}
+
+int multiprocessors() {
+  int device = 0, count = 0;
+  cudaGetDevice(&device);
+  cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
+  return count;
+}
+
+template <typename scalar_t, int SLOTS>
+cudaError_t launch(const Norm& n, cudaStream_t stream) {
+  NormArguments<SLOTS> a;
+  a.n_chunks = 0;
+  for (int i = 0; i < kMaxSegments; ++i) {
+    a.segments[i] = i < n.n_segments ? n.segments[i] : Segment{};
+    a.n_chunks += a.segments[i].n_chunks;
+  }
+  a.control = n.control;
+  a.chain = n.chain;
+  a.partials = n.partials;
+  a.counters = n.counters;
+  a.grad_scale = n.grad_scale;
+  a.loss_scale = n.loss_scale;
+  a.growth_tracker = n.growth_tracker;
+  a.first = n.first;
+  a.last = n.last;
+  for (int64_t s = 0; s < n.n_slots; ++s) a.slots[s] = {n.slots[s].grad, n.slots[s].flags};
+  const int64_t most = std::min(kBlocksPerMultiprocessor * multiprocessors(), kNormPartials);
+  const auto blocks = static_cast<unsigned>(std::max<int64_t>(1, std::min(a.n_chunks, most)));
+  norm_kernel<scalar_t, SLOTS><<<blocks, kThreads, 0, stream>>>(a);
+  return cudaGetLastError();
+}
+
+template <typename scalar_t>
+cudaError_t launch(const Norm& n, cudaStream_t stream) {
+  return n.n_slots <= kFewSlots ? launch<scalar_t, kFewSlots>(n, stream)
+                                : launch<scalar_t, kMaxSlots>(n, stream);
+}
+
+}  // namespace
+
+cudaError_t norm_cuda(const Norm& n, cudaStream_t stream) {
+  switch (n.dtype) {
+    case ScalarType::kFloat:
+      return launch<float>(n, stream);
+    case ScalarType::kDouble:
+      return launch<double>(n, stream);
+    case ScalarType::kHalf:
+      return launch<__half>(n, stream);
+    case ScalarType::kBFloat16:
+      return launch<__nv_bfloat16>(n, stream);
+  }
+  return cudaErrorInvalidValue;
+}
+
+}  // namespace torch_renaissance

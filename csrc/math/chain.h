@@ -1,0 +1,81 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// What a step does to all gradients before the update: unscaling and the life of the loss scale
+// (torch.amp.GradScaler), clipping (torch.nn.utils.clip_grad_norm_), averaging over micro-batches.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+
+#include "host_device.h"
+
+namespace torch_renaissance {
+
+// Set by the host, in the last row of the table of hyper-parameters.
+enum ControlColumn : int {
+  kMaxNorm,  // infinity: no clipping
+  kEmaDecay,
+  kGrowthFactor,
+  kBackoffFactor,
+  kGrowthInterval,
+  kMicroBatches,  // whose gradients were summed; their mean is what counts
+  kControlColumns,
+};
+
+// Found by the norm pass, on the device.
+enum ChainResult : int {
+  kMultiplier,  // of every gradient
+  kFoundInf,
+  kGradNorm,
+  kSumOfSquares,
+  kNonFinite,
+  kChainResults,
+};
+
+// A scaled gradient times this is the gradient. The reciprocal is rounded as GradScaler's is.
+TR_HOST_DEVICE double unscale_factor(const double* control, const float* scale) {
+  const double inverse = scale != nullptr ? static_cast<float>(1.0 / *scale) : 1.0;
+  return inverse / control[kMicroBatches];
+}
+
+// at::_amp_update_scale_: back off after a non-finite gradient, grow after `interval` good steps,
+// never to infinity.
+TR_HOST_DEVICE void update_loss_scale(const double* control,
+                                      bool found_inf,
+                                      float* scale,
+                                      int32_t* growth_tracker) {
+  if (found_inf) {
+    *scale = static_cast<float>(*scale * control[kBackoffFactor]);
+    *growth_tracker = 0;
+  } else if (*growth_tracker + 1 == static_cast<int32_t>(control[kGrowthInterval])) {
+    const auto grown = static_cast<float>(*scale * control[kGrowthFactor]);
+    if (std::isfinite(grown)) *scale = grown;
+    *growth_tracker = 0;
+  } else {
+    *growth_tracker += 1;
+  }
+}
+
+// Turns the sums over all gradients into what the update needs. `scale` is GradScaler's, which
+// the update divides by itself, or `loss_scale` is ours; both may be null. T: torch's dtype of a
+// norm.
+template <typename T>
+TR_HOST_DEVICE void finish_chain(const double* control,
+                                 double sum_of_squares,
+                                 bool finite,
+                                 float* loss_scale,
+                                 int32_t* growth_tracker,
+                                 double* chain) {
+  const T norm = static_cast<T>(std::sqrt(sum_of_squares));
+  T coefficient = T(1);
+  if (!std::isinf(control[kMaxNorm])) {
+    coefficient = static_cast<T>(control[kMaxNorm]) / (norm + T(1e-6));
+    coefficient = coefficient > T(1) ? T(1) : coefficient;  // NaN stays
+  }
+  const bool found_inf = loss_scale != nullptr && !finite;
+  chain[kMultiplier] = unscale_factor(control, loss_scale) * static_cast<double>(coefficient);
+  chain[kFoundInf] = found_inf;
+  chain[kGradNorm] = norm;
+  if (loss_scale != nullptr) update_loss_scale(control, found_inf, loss_scale, growth_tracker);
+}
+
+}  // namespace torch_renaissance

@@ -1,0 +1,73 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// Python objects looked at from C++, without references of their own where a call is short.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <pybind11/pybind11.h>
+#include <torch/csrc/autograd/python_variable.h>
+
+#include <optional>
+#include <string>
+
+namespace torch_renaissance {
+namespace py = pybind11;
+
+inline PyObject* name(const char* text) { return PyUnicode_InternFromString(text); }
+
+inline const at::Tensor& unpack(PyObject* object) { return THPVariable_Unpack(object); }
+
+inline bool is_tensor(PyObject* object) { return THPVariable_Check(object); }
+
+inline const void* data_of(PyObject* tensor) {
+  const at::Tensor& t = unpack(tensor);
+  return t.has_storage() ? t.unsafeGetTensorImpl()->data() : nullptr;
+}
+
+// Of a tensor: what register_hook and register_post_accumulate_grad_hook leave behind.
+inline bool has_hooks(const at::Tensor& t) {
+  const auto* meta = torch::autograd::impl::get_autograd_meta(t);
+  return meta != nullptr && (!meta->hooks_.empty() || meta->post_acc_grad_hooks_ != nullptr);
+}
+
+inline double number(PyObject* o) {
+  if (PyFloat_Check(o)) return PyFloat_AS_DOUBLE(o);
+  if (is_tensor(o)) return unpack(o).item().toDouble();
+  const double value = PyFloat_AsDouble(o);
+  if (value == -1.0 && PyErr_Occurred()) throw py::error_already_set();
+  return value;
+}
+
+// Of a dict, borrowed; KeyError where it is missing.
+inline PyObject* get(PyObject* dict, PyObject* key) {
+  PyObject* o = PyDict_GetItemWithError(dict, key);
+  if (o == nullptr) {
+    if (!PyErr_Occurred()) PyErr_SetObject(PyExc_KeyError, key);
+    throw py::error_already_set();
+  }
+  return o;
+}
+
+// Of a dict, borrowed; null where it is missing or None.
+inline PyObject* find(PyObject* dict, PyObject* key) {
+  PyObject* o = PyDict_GetItem(dict, key);
+  return o == Py_None ? nullptr : o;
+}
+
+inline bool truth(PyObject* dict, PyObject* key) {
+  PyObject* o = PyDict_GetItem(dict, key);
+  return o != nullptr && PyObject_IsTrue(o) == 1;
+}
+
+// An attribute of the optimizer that GradScaler sets for the time of a step.
+inline std::optional<at::Tensor> scalar(const py::dict& own, PyObject* key) {
+  PyObject* o = find(own.ptr(), key);
+  if (o == nullptr) return std::nullopt;
+  if (!is_tensor(o) || unpack(o).numel() != 1) {
+    throw py::type_error("optimizer." + py::str(key).cast<std::string>() +
+                         " must be a tensor of one element, got " +
+                         py::repr(o).cast<std::string>());
+  }
+  return unpack(o);
+}
+
+}  // namespace torch_renaissance

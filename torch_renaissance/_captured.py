@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""One captured step: what it was captured for, its inputs and results, and how often it ran."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from . import graphs
+from ._ops import _C
+
+
+def flatten(batch: tuple) -> tuple[tuple, pytree.TreeSpec | None]:
+    """The leaves of a call's arguments; no spec where they are leaves themselves."""
+    if all(isinstance(a, (Tensor, int, float, bool, str, type(None))) for a in batch):
+        return batch, None
+    leaves, spec = pytree.tree_flatten(batch)
+    return tuple(leaves), spec
+
+
+def unflatten(leaves: tuple, spec: pytree.TreeSpec | None) -> tuple:
+    return leaves if spec is None else pytree.tree_unflatten(list(leaves), spec)
+
+
+class Key:
+    """What a graph is for: arguments, watched Python objects, torch's switches."""
+
+    def __init__(self, leaves: tuple, spec, watch, accumulates: bool):
+        self.signature = _C.Signature(leaves)
+        self.spec, self.watch, self.accumulates = spec, watch, accumulates
+        self.switches = _C.GlobalState()
+        self.calls = 0  # eager ones so far
+        self.failed = ""  # why it can't be captured
+
+    def fits(self, leaves: tuple, spec, accumulates: bool) -> bool:
+        return (
+            self.accumulates == accumulates
+            and self.spec == spec
+            and self.signature.fits(leaves)
+            and self.watch.check()
+            and self.switches.fits()
+        )
+
+    def __str__(self) -> str:
+        return f"({self.signature})" + (", one of several micro-batches" * self.accumulates)
+
+
+@dataclass
+class Captured:
+    """A graph and all that a replay needs."""
+
+    key: Key
+    graph: torch.cuda.CUDAGraph
+    inputs: tuple  # static tensors, None for what isn't a tensor
+    loss_and_extras: list[Tensor]  # static outputs
+    rebuild: object  # makes extras of their leaves
+    generation: int  # of the optimizer's HostStep
+    accumulated: list[bool]
+    replays: int = 0
+    last_used: int = 0
+    _nodes: dict[str, int] | None = None
+    _results: object = field(init=False)
+
+    def __post_init__(self):
+        self._results = _C.Results(self.loss_and_extras)
+
+    def replay(self, leaves: tuple) -> None:
+        _C.copy_inputs(self.inputs, leaves)
+        self.graph.replay()
+        self.replays += 1
+
+    def results(self):
+        """What `loss_fn` returned, as copies."""
+        loss, *rest = self._results.take()
+        return self.rebuild(loss, rest)
+
+    @property
+    def nodes(self) -> dict[str, int]:
+        if self._nodes is None:
+            self._nodes = graphs.nodes(self.graph)
+        return self._nodes
+
+    def close(self) -> None:
+        self.graph.reset()
+        self.key.watch.release()
+        self.loss_and_extras, self._results, self.inputs = [], None, ()
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What `TrainStep.explain` returns; prints as a text.
+
+    Attributes:
+        state: "captured" if the last call was a replay, else "eager".
+        graphs: for each graph its `key`, number of `nodes`, `kernels` (name -> count) and
+            `replays`.
+        pool_bytes: device memory that the graphs share.
+        fallbacks: why calls ran eagerly, and how many did, in the order of their first occurrence.
+        autocast: modules whose weights were left to autocast, with the reason.
+    """
+
+    state: str
+    graphs: list[dict]
+    pool_bytes: int
+    fallbacks: dict[str, int]
+    autocast: dict[str, str]
+
+    def __str__(self) -> str:
+        lines = [f"state: {self.state}; {len(self.graphs)} graphs in {self.pool_bytes:,} bytes"]
+        for i, g in enumerate(self.graphs):
+            lines.append(
+                f"graph {i}: {g['key']}: {g['nodes']} nodes, {sum(g['kernels'].values())} kernels, "
+                f"{g['replays']:,} replays"
+            )
+            for name, count in sorted(g["kernels"].items(), key=lambda item: -item[1]):
+                lines.append(f"  {count:5} x {name if len(name) <= 88 else name[:87] + '…'}")
+        lines += [f"eager {n:,} times: {why}" for why, n in self.fallbacks.items()]
+        lines += [
+            f"weights left to autocast: {name} ({why})" for name, why in self.autocast.items()
+        ]
+        return "\n".join(lines)
+
+    @property
+    def nodes(self) -> int:
+        """Of the graph replayed last."""
+        return self.graphs[0]["nodes"] if self.graphs else 0
+
+    @property
+    def kernels(self) -> dict[str, int]:
+        """Of the graph replayed last."""
+        return self.graphs[0]["kernels"] if self.graphs else {}
+
+    @property
+    def key(self) -> str:
+        """Of the graph replayed last."""
+        return self.graphs[0]["key"] if self.graphs else ""
+
+    @property
+    def replays(self) -> int:
+        return sum(g["replays"] for g in self.graphs)

@@ -1,0 +1,300 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What one step does, in the order of a hand-written loop; TrainStep captures the same code."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from . import _watch, amp
+from ._captured import unflatten
+from ._ops import _C
+from .graphs import CaptureError
+
+
+class Eager:
+    """Forward, backward, update and `zero_grad` of one (micro-)batch."""
+
+    def __init__(self, loss_fn, optimizer, model, precision, scaler, accumulate, compile):
+        _check(loss_fn, optimizer, model, precision, scaler)
+        self.loss_fn: Callable = torch.compile(loss_fn) if compile else loss_fn
+        self._original = loss_fn
+        self.optimizer, self.precision, self._scaler = optimizer, precision, scaler
+        self._model = model
+        self.accumulate = accumulate
+        self._micro = 0  # micro-batches since the last update
+        self._dropped: dict[nn.Module, str] = {}
+        self._names: dict[nn.Module, str] = {}
+        self._places: list[tuple] = []
+        self.device = next(p.device for g in optimizer.param_groups for p in g["params"])
+        if precision == "fp16" and optimizer.amp is None:
+            optimizer.amp = amp.LossScale(self.device)
+        optimizer._loss_scaled = precision == "fp16" or scaler is not None  # for tr.lr's handles
+
+    # -- how it is set up ------------------------------------------------------------------------
+
+    @property
+    def accumulate(self) -> int:
+        return self._accumulate
+
+    @accumulate.setter
+    def accumulate(self, value: int) -> None:
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ValueError(f"TrainStep: accumulate must be an int >= 1, got {value!r}")
+        self._accumulate = value
+        if not getattr(self, "_micro", 0):
+            self.cycle = value
+
+    @property
+    def accumulates(self) -> bool:
+        return self.cycle > 1
+
+    @property
+    def model(self) -> nn.Module | None:
+        reference = vars(self.optimizer).get("_model")
+        return self._model if self._model is not None else reference and reference()
+
+    @property
+    def step_replaced(self) -> bool:
+        step = vars(self.optimizer).get("step")
+        return step is not None and not getattr(step, "_wrapped_by_lr_sched", False)
+
+    def scale_parts(self) -> tuple | None:
+        if self._scaler is not None:
+            return amp.parts_of_scaler(self._scaler, self.device)
+        return self.optimizer.amp.parts if self.precision == "fp16" else None
+
+    # -- one step --------------------------------------------------------------------------------
+
+    def __call__(self, leaves: tuple, spec):
+        """An eager step; returns what `loss_fn` returned, detached, as copies."""
+        if self.precision:
+            self.prepare_low(self._roots())
+            self._plan.host.refresh_low()
+        outputs, rebuild = self._run(leaves, spec)
+        loss, *rest = [t.clone() for t in outputs]
+        return rebuild(loss, rest)
+
+    def captured_work(self, leaves: tuple, spec) -> tuple[list[Tensor], Callable]:
+        """The same for a capture: nothing is executed, and the hyper-parameters are on the device
+        already. Returns static outputs."""
+        return self._run(leaves, spec, prepared=True)
+
+    def _run(self, leaves: tuple, spec, prepared: bool = False):
+        params = self._params()
+        had_gradients = any(p.grad is not None for p in params)
+        try:
+            outputs, rebuild = self._forward_backward(unflatten(leaves, spec))
+            if prepared:
+                self._check_outsiders(params)
+            self._update(prepared)
+        except BaseException:
+            if not had_gradients:  # a half of them must not be added to by the next step
+                self._forget_gradients(params)
+            raise
+        finally:
+            amp.restore_grad_dtypes(params if self.precision else ())
+        if prepared:
+            self._forget_gradients(params)
+        return outputs, rebuild
+
+    def _forward_backward(self, batch: tuple) -> tuple[list[Tensor], Callable]:
+        for _ in range(len(self._places) + 1):
+            try:
+                with torch.enable_grad(), self._mixed_precision():
+                    returned = self.loss_fn(*batch)
+                    loss, extras = _loss_and_extras(returned)
+                    loss.backward(self._seed(loss))
+                break
+            except RuntimeError as error:
+                if not self._drop_from_low(error):
+                    raise
+        leaves, spec = pytree.tree_flatten(extras)
+        tensors = [leaf.detach() for leaf in leaves if isinstance(leaf, Tensor)]
+        has_extras = isinstance(returned, tuple)
+
+        def rebuild(loss: Tensor, rest: list[Tensor]):
+            if not has_extras:
+                return loss
+            rest = iter(rest)
+            filled = [next(rest) if isinstance(leaf, Tensor) else leaf for leaf in others]
+            return loss, pytree.tree_unflatten(filled, spec)
+
+        # Tensors stand for themselves only by their place, so that no graph of autograd is kept.
+        others = [_PLACE if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        return [loss.detach(), *tensors], rebuild
+
+    def _seed(self, loss: Tensor) -> Tensor | None:
+        parts = self.scale_parts()
+        return None if parts is None else parts[0].to(loss.dtype).expand(loss.shape)
+
+    def _update(self, prepared: bool) -> None:
+        parts = self.scale_parts()
+        if self.accumulates:
+            if prepared:
+                if self._plan.host.accumulate(vars(self.optimizer), True) != _C.DONE:
+                    raise CaptureError("the set of gradients changes from step to step")
+                return
+            self.begin_micro_batch()
+            self.optimizer._accumulate()
+            self._forget_gradients(self._params())
+            self.end_micro_batch()
+        elif prepared:
+            self.optimizer._update(parts, 1, True)
+        else:
+            if self.step_replaced and parts is None:
+                self.optimizer.step()
+            else:
+                self.optimizer._train_step(parts)
+            self.optimizer.zero_grad()
+
+    def begin_micro_batch(self) -> None:
+        if self._micro == 0:
+            self.optimizer._begin_accumulation()
+
+    def end_micro_batch(self) -> None:
+        """After the last one of a cycle: the update."""
+        self._micro += 1
+        if self._micro >= self.cycle:
+            self.optimizer._train_step(self.scale_parts(), self.cycle)
+            self._micro = 0
+            self.cycle = self.accumulate
+
+    # -- gradients -------------------------------------------------------------------------------
+
+    @property
+    def _plan(self):
+        return self.optimizer._current_plan()
+
+    def _params(self) -> list[Tensor]:
+        return [p for g in self.optimizer.param_groups for p in g["params"]]
+
+    @staticmethod
+    def _forget_gradients(params: list[Tensor]) -> None:
+        for p in params:
+            p.grad = None
+
+    def _check_outsiders(self, params: list[Tensor]) -> None:
+        """Gradients of parameters in no group would be overwritten, not added to, by replays."""
+        known = set(params)
+        for module, name in _watch.all_modules(self._roots()).items():
+            for key, p in module._parameters.items():
+                if p is not None and p.is_leaf and p not in known and p.grad is not None:
+                    p.grad = None
+                    raise CaptureError(
+                        f"{name}.{key} gets a gradient but isn't in the optimizer; "
+                        "requires_grad_(False) would keep it from one"
+                    )
+
+    # -- inputs ----------------------------------------------------------------------------------
+
+    def static_input(self, leaf: object) -> Tensor | None:
+        """Memory of a graph's own for one tensor of the batch, on the device."""
+        if not isinstance(leaf, Tensor):
+            return None
+        if type(leaf) is not Tensor or leaf.requires_grad or leaf.layout != torch.strided:
+            raise CaptureError(f"a batch with a {type(leaf).__name__} that isn't plain data")
+        if leaf.is_contiguous() or not _C.is_dense(leaf):
+            return torch.empty(leaf.shape, dtype=leaf.dtype, device=self.device)
+        return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=self.device)
+
+    # -- mixed precision -------------------------------------------------------------------------
+
+    def _roots(self) -> dict[nn.Module, str]:
+        roots = {self.model: "model"} if self.model is not None else {}
+        return {**_watch.look_into(self._original).modules, **roots}
+
+    @contextmanager
+    def _mixed_precision(self) -> Iterator[None]:
+        if torch.is_autocast_enabled(self.device.type):
+            if self.precision:
+                raise RuntimeError(
+                    f"TrainStep: precision={self.precision!r} does its own autocast; call the step "
+                    "outside of torch.autocast, or leave precision out"
+                )
+            torch.clear_autocast_cache()  # casts of weights that have been updated since
+        dtype = amp.PRECISIONS.get(self.precision)
+        autocast = torch.autocast(self.device.type, dtype) if dtype else nullcontext()
+        with autocast, amp.low_weights(self._places, self._plan.low_copies() if dtype else {}):
+            yield
+
+    def prepare_low(self, roots: dict[nn.Module, str]) -> None:
+        """Gives the weights that autocast would cast their places in plane H."""
+        self._names = _watch.all_modules(roots)
+        self._places = amp.places_of_low(list(roots), set(self._dropped))
+        wanted = {p: amp.PRECISIONS[self.precision] for _, _, p in self._places}
+        plan = self._plan
+        if plan.low != wanted:
+            plan.low = wanted
+            plan.sync(self.optimizer)
+
+    def refresh_low(self) -> None:
+        with torch.no_grad():
+            for p, copy in self._plan.low_copies().items():
+                copy.copy_(p)
+
+    def left_to_autocast(self) -> dict[str, str]:
+        return {self._names.get(m, type(m).__name__): why for m, why in self._dropped.items()}
+
+    def _drop_from_low(self, error: RuntimeError) -> bool:
+        """A module that was called where autocast is off needs its float32 weights."""
+        if not self.precision or "type" not in str(error):
+            return False
+        owners = {module for module, _, _ in self._places}
+        for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))):
+            module = frame.f_locals.get("self")
+            if isinstance(module, nn.Module) and module in owners:
+                self._dropped[module] = str(error).splitlines()[0]
+                self.prepare_low(self._roots())
+                return True
+        return False
+
+
+_PLACE = object()
+
+
+def _loss_and_extras(returned: object) -> tuple[Tensor, object]:
+    loss, extras = (
+        returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, ())
+    )
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        got = f"shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        raise TypeError(
+            "TrainStep: loss_fn must return a tensor of one element, or (loss, extras), got "
+            f"{got}; reduce the loss with .mean() or .sum()"
+        )
+    if not loss.requires_grad:
+        raise RuntimeError(
+            "TrainStep: the loss doesn't require a gradient; nothing in it depends on a parameter "
+            "that does"
+        )
+    return loss, extras
+
+
+def _check(loss_fn, optimizer, model, precision, scaler) -> None:
+    if not callable(loss_fn):
+        raise TypeError(f"TrainStep: loss_fn must be callable, got {type(loss_fn).__name__}")
+    if not hasattr(optimizer, "_train_step"):
+        raise TypeError(
+            f"TrainStep: {type(optimizer).__name__} is not one of ours; pass it through "
+            "tr.accelerate(model, optimizer) first"
+        )
+    if model is not None and not isinstance(model, nn.Module):
+        raise TypeError(f"TrainStep: model must be an nn.Module, got {type(model).__name__}")
+    if precision is not None and precision not in amp.PRECISIONS:
+        raise ValueError(
+            f"TrainStep: precision must be one of {list(amp.PRECISIONS)} or None, got {precision!r}"
+        )
+    if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
+        raise TypeError(
+            f"TrainStep: scaler must be a torch.amp.GradScaler, got {type(scaler).__name__}"
+        )
+    if precision is not None and scaler is not None:
+        raise ValueError(
+            "TrainStep: precision has a loss scale of its own; pass either precision or scaler"
+        )

@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What a captured step took from Python: found in the loss function and its modules, watched."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from types import CodeType, FunctionType, MethodType, ModuleType
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as _module
+from torch.optim import optimizer as _optimizer
+
+from ._ops import _C
+
+_VALUES = (int, float, complex, bool, str, type(None), torch.dtype, torch.device)
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_GLOBAL_HOOKS = (
+    "_global_forward_hooks",
+    "_global_forward_pre_hooks",
+    "_global_backward_hooks",
+    "_global_backward_pre_hooks",
+)
+_KNOWN = ("torch", "torchvision", "torch_renaissance")  # packages whose code is trusted
+_DEPTH = 4  # functions that call functions
+
+
+@dataclass
+class Found:
+    """Modules, and single values by where they are kept."""
+
+    modules: dict[nn.Module, str] = field(default_factory=dict)
+    cells: list[tuple[object, str]] = field(default_factory=list)
+    items: list[tuple[dict, str, str]] = field(default_factory=list)
+    functions: set[Callable] = field(default_factory=set)
+
+
+def look_into(function: Callable) -> Found:
+    """Closures, globals, defaults, partial arguments and `self` of a loss function and of the
+    Python functions that it names."""
+    found = Found()
+    _look(function, getattr(function, "__qualname__", type(function).__name__), found, _DEPTH)
+    return found
+
+
+def _look(value: object, name: str, found: Found, depth: int) -> None:
+    if isinstance(value, nn.Module):
+        found.modules.setdefault(value, name)
+    elif isinstance(value, functools.partial):
+        for part in (value.func, *value.args, *value.keywords.values()):
+            _look(part, name, found, depth)
+    elif isinstance(value, MethodType):
+        _look_into_object(value.__self__, value.__func__, name, found, depth)
+        _look(value.__func__, name, found, depth)
+    elif isinstance(value, FunctionType):
+        inner = getattr(value, "_torchdynamo_orig_callable", None)
+        if inner is not None:
+            _look(inner, name, found, depth)
+        elif depth and value not in found.functions and not _is_torchs(value):
+            found.functions.add(value)
+            _look_into_function(value, name, found, depth)
+    elif isinstance(value, (list, tuple)):
+        for part in value:
+            if isinstance(part, nn.Module):
+                found.modules.setdefault(part, name)
+
+
+def _look_into_function(function: FunctionType, name: str, found: Found, depth: int) -> None:
+    for variable, cell in zip(
+        function.__code__.co_freevars, function.__closure__ or (), strict=True
+    ):
+        where = f"{variable!r} in the closure of {name}"
+        found.cells.append((cell, where))
+        try:
+            content = cell.cell_contents
+        except ValueError:  # not assigned yet
+            continue
+        _look_at(content, function, where, found, depth)
+    for variable in sorted(set(_names(function.__code__))):
+        if variable in function.__globals__:
+            content = function.__globals__[variable]
+            where = f"the global {variable!r}"
+            if isinstance(content, (*_VALUES, Tensor, nn.Module, FunctionType)):
+                found.items.append((function.__globals__, variable, where))
+            _look_at(content, function, where, found, depth)
+    for default in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
+        _look(default, name, found, depth - 1)
+
+
+def _look_at(content: object, function: FunctionType, where: str, found: Found, depth: int) -> None:
+    known = isinstance(
+        content, (nn.Module, FunctionType, MethodType, functools.partial, list, tuple)
+    )
+    if known:
+        _look(content, where, found, depth - 1)
+    elif not isinstance(content, (*_VALUES, Tensor, ModuleType, type)):
+        _look_into_object(content, function, where, found, depth)
+
+
+def _look_into_object(
+    owner: object, function: FunctionType, name: str, found: Found, depth: int
+) -> None:
+    """Of an object only what the function names: others of its attributes may change freely."""
+    if isinstance(owner, nn.Module):
+        found.modules.setdefault(owner, name)
+        return
+    if not hasattr(owner, "__dict__") or _is_torchs(type(owner)):
+        return
+    attributes = vars(owner)
+    if not isinstance(attributes, dict):
+        return
+    for attribute in sorted(set(_names(function.__code__)) & attributes.keys()):
+        content = attributes[attribute]
+        if isinstance(content, (*_VALUES, Tensor, nn.Module)):
+            found.items.append((attributes, attribute, f"{attribute!r} of {name}"))
+        _look(content, f"{name}.{attribute}", found, depth - 1)
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)
+
+
+def _is_torchs(what: object) -> bool:
+    return (getattr(what, "__module__", None) or "").split(".")[0] in _KNOWN
+
+
+def all_modules(roots: dict[nn.Module, str]) -> dict[nn.Module, str]:
+    """Every module below `roots`, with a name for messages."""
+    found: dict[nn.Module, str] = {}
+    for root, root_name in roots.items():
+        for name, module in root.named_modules():
+            found.setdefault(module, f"{root_name}.{name}" if name else root_name)
+    return found
+
+
+def watch(found: Found, modules: dict[nn.Module, str], optimizer: torch.optim.Optimizer):
+    """Everything of these that a replay takes for granted, as it is now."""
+    w = _C.Watch()
+    for module, name in modules.items():
+        for key in (None, "_parameters", "_buffers", "_modules"):
+            part = vars(module) if key is None else vars(module).get(key)
+            if part is not None:
+                w.add_dict(part, name)
+    for cell, name in found.cells:
+        w.add_cell(cell, name)
+    for owner, key, name in found.items:
+        w.add_item(owner, key, name)
+    for key in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+        w.add_dict(vars(optimizer)[key], f"the optimizer's {key}")
+    for owner in (_optimizer._global_optimizer_pre_hooks, _optimizer._global_optimizer_post_hooks):
+        w.add_dict(owner, "torch's global optimizer hooks")
+    for key in _GLOBAL_HOOKS:
+        w.add_dict(getattr(_module, key), f"torch's {key}")
+    return w
+
+
+def hooks(modules: dict[nn.Module, str], optimizer: torch.optim.Optimizer) -> str:
+    """Which hook of the program a replay would not run, or ''."""
+    for key in _GLOBAL_HOOKS:
+        if getattr(_module, key):
+            return f"torch.nn.modules.module.{key} has hooks"
+    for module, name in modules.items():
+        for key in _HOOKS:
+            for hook in (vars(module).get(key) or {}).values():
+                if not _is_trusted(hook):
+                    return f"{name} ({type(module).__name__}) has a hook in {key}: {_title(hook)}"
+    for key in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+        for hook in vars(optimizer)[key].values():
+            if not _is_trusted(hook):
+                return f"the optimizer has a hook in {key}: {_title(hook)}"
+    if _optimizer._global_optimizer_pre_hooks or _optimizer._global_optimizer_post_hooks:
+        return "torch.optim has global step hooks"
+    named = {
+        p: f"{n}.{k}" for m, n in modules.items() for k, p in m._parameters.items() if p is not None
+    }
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            if _C.has_hooks(p):
+                return f"{named.get(p, 'a parameter')} has a tensor hook"
+    return ""
+
+
+def _is_trusted(hook: object) -> bool:
+    while isinstance(hook, functools.partial):
+        hook = hook.func
+    return _is_torchs(hook) or _is_torchs(type(hook))
+
+
+def _title(hook: object) -> str:
+    name = getattr(hook, "__qualname__", type(hook).__name__)
+    try:
+        return f"{name} ({inspect.getsourcefile(hook)}:{inspect.getsourcelines(hook)[1]})"
+    except (TypeError, OSError):
+        return name
