@@ -12,6 +12,8 @@
 
 namespace torch_renaissance {
 
+void bind_watch(py::module_& m);  // watch.cpp
+
 // Lists over tensors: params, grads, slots (their numbers within the launch) and rows (of hyper).
 // Lists over segments: state planes (empty where not needed), steps and chunks.
 // counters is {ticket, skipped steps}; hyper is [rows, columns] as in math/hyper.h. grads are
@@ -101,6 +103,7 @@ PYBIND11_MODULE(_C, m) {
       .def_property("ema_calls", &HostStep::ema_calls, &HostStep::set_ema_calls)
       .def("launched", &HostStep::launched)
       .def("unsupported", &HostStep::unsupported);
+  bind_watch(m);
   m.attr("DONE") = int{HostStep::kDone};
   m.attr("OUTDATED") = int{HostStep::kOutdated};
   m.attr("UNSUPPORTED") = int{HostStep::kUnsupported};

@@ -22,7 +22,8 @@ PACKAGE = ROOT / "torch_renaissance"
 LAYERS = (
     {"_C"},
     {"_ops"},
-    {"regions", "amp", "ema", "loss", "lr", "init", "graphs", "data", "_watch", "_captured"},
+    {"regions", "amp", "ema", "loss", "lr", "init", "graphs", "data"}
+    | {"_watch", "_captured", "_seed", "_debug"},
     {"optim", "distributed"},
     {"accelerate", "train_step", "_eager", "_verify"},
     {"ab", "__init__", "__main__"},

@@ -143,10 +143,13 @@ SAMPLES = [
 SAMPLE_OF = {s.op: s for s in SAMPLES if str(s) in ("adam_plain", "sgd_momentum", "pack_")}
 
 
+OPCHECKED_ELSEWHERE = {"fill_random_"}  # tests/test_init.py
+
+
 def test_every_op_has_a_sample(device):
     prefix = "torch_renaissance::"
     names = [n for n in torch._C._dispatch_get_all_op_names() if n.startswith(prefix)]
-    assert {s.op for s in SAMPLES} == {n.removeprefix(prefix) for n in names}
+    assert {s.op for s in SAMPLES} | OPCHECKED_ELSEWHERE == {n.removeprefix(prefix) for n in names}
 
 
 @pytest.mark.parametrize("sample", SAMPLES, ids=str)

@@ -17,6 +17,7 @@ import torch_renaissance as tr
 from torch_renaissance._ops import _C
 
 TEXT = report.README.read_text()
+DOCS = sorted((report.ROOT / "docs").glob("*.md"))
 PUBLIC = [f"tr.{n}" for n in tr.__all__] + [f"tr.optim.{n}" for n in tr.optim.__all__]
 
 
@@ -40,12 +41,15 @@ def test_report_writes_the_table_and_nothing_else(tmp_path, monkeypatch, capsys)
         report.main(["--write"])
 
 
+@pytest.mark.filterwarnings("ignore:TrainStep runs eagerly")
 def test_python_blocks_run_one_after_the_other():
-    blocks = re.findall(r"^```python\n(.*?)^```", TEXT, re.DOTALL | re.MULTILINE)
-    assert blocks
+    """Those of the documents after the README's, with its names."""
     namespace = {}
-    for block in blocks:
-        exec(compile(block, "README.md", "exec"), namespace)
+    for path in (report.README, *DOCS):
+        blocks = re.findall(r"^```python\n(.*?)^```", path.read_text(), re.DOTALL | re.MULTILINE)
+        assert blocks or path != report.README
+        for block in blocks:
+            exec(compile(block, path.name, "exec"), namespace)
     assert not tr.regions(namespace["optimizer"]).native
 
 
@@ -55,9 +59,11 @@ def test_public_names_are_mentioned(name):
 
 
 def test_limits_are_the_kernels():
-    assert f"takes {_C.MAX_SLOTS:,} tensors or {_C.MAX_SEGMENTS} blocks" in TEXT
+    native = (report.ROOT / "docs" / "native.md").read_text()
+    assert f"takes {_C.MAX_SLOTS:,} tensors or {_C.MAX_SEGMENTS} blocks" in native
 
 
-def test_files_it_names_exist():
-    for target in re.findall(r"\]\((?!https?:)([^)#]+)\)", TEXT):
-        assert (report.ROOT / target).exists(), target
+@pytest.mark.parametrize("path", [report.README, *DOCS], ids=lambda p: p.name)
+def test_files_it_names_exist(path):
+    for target in re.findall(r"\]\((?!https?:)([^)#]+)\)", path.read_text()):
+        assert (path.parent / target).exists(), target

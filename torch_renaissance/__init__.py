@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Training steps bound by launches, host time and memory passes, made fast with native meaning."""
 
-from . import amp, optim
+from . import amp, init, lr, optim
 from ._ops import __version__, build_info
+from ._seed import seed
 from .accelerate import accelerate
 from .ema import Ema
 from .graphs import CaptureError
@@ -20,6 +21,9 @@ __all__ = [
     "accelerate",
     "amp",
     "build_info",
+    "init",
+    "lr",
     "optim",
     "regions",
+    "seed",
 ]

@@ -84,7 +84,7 @@ def _look_into_function(function: FunctionType, name: str, found: Found, depth: 
             content = function.__globals__[variable]
             where = f"the global {variable!r}"
             if isinstance(content, (*_VALUES, Tensor, nn.Module, FunctionType)):
-                found.items.append((function.__globals__, variable, where))
+                found.items.append((function.__globals__, variable, f"the globals of {name}"))
             _look_at(content, function, where, found, depth)
     for default in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
         _look(default, name, found, depth - 1)
@@ -115,7 +115,7 @@ def _look_into_object(
     for attribute in sorted(set(_names(function.__code__)) & attributes.keys()):
         content = attributes[attribute]
         if isinstance(content, (*_VALUES, Tensor, nn.Module)):
-            found.items.append((attributes, attribute, f"{attribute!r} of {name}"))
+            found.items.append((attributes, attribute, name))
         _look(content, f"{name}.{attribute}", found, depth - 1)
 
 
