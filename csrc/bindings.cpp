@@ -12,12 +12,13 @@
 
 namespace torch_renaissance {
 
+void bind_low(py::module_& m);    // low.cpp
 void bind_watch(py::module_& m);  // watch.cpp
 
 // Lists over tensors: params, grads, slots (their numbers within the launch) and rows (of hyper).
 // Lists over segments: state planes (empty where not needed), steps and chunks.
-// counters is {ticket, skipped steps}; hyper is [rows, columns] as in math/hyper.h. grads are
-// written (unscaled) only where grad_scale is given.
+// counters is {ticket, skipped steps, averaged steps}; hyper is [rows, columns] as in
+// math/hyper.h. grads are written (unscaled) only where grad_scale is given.
 TORCH_LIBRARY(torch_renaissance, m) {
   m.def(
       "sgd_(Tensor(a!)[] params, Tensor(b!)[] grads, Tensor(c!)[] momentum_buffers, "
@@ -103,6 +104,7 @@ PYBIND11_MODULE(_C, m) {
       .def_property("ema_calls", &HostStep::ema_calls, &HostStep::set_ema_calls)
       .def("launched", &HostStep::launched)
       .def("unsupported", &HostStep::unsupported);
+  bind_low(m);
   bind_watch(m);
   m.attr("DONE") = int{HostStep::kDone};
   m.attr("OUTDATED") = int{HostStep::kOutdated};

@@ -77,7 +77,7 @@ def update_arguments(
         "grads": grads,
         **state,
         "steps": [torch.tensor(s, dtype=torch.float32, device=device) for s in STEPS],
-        "counters": torch.tensor([0, 5], dtype=torch.int32, device=device),
+        "counters": torch.tensor([0, 5, 7], dtype=torch.int32, device=device),
         "chunks": chunks,
         "slots": SLOTS,
         "rows": ROWS,
@@ -364,7 +364,7 @@ REFUSALS = [
         for change in (Tensor.double, gaps)
     ),
     *(
-        (UPDATES, "counters", change, f"counters must be 2 int32 on {HERE}")
+        (UPDATES, "counters", change, f"counters must be 3 int32 on {HERE}")
         for change in (Tensor.long, lambda t: t[:1])
     ),
     *(

@@ -88,19 +88,19 @@ class Eager:
     def _run(self, leaves: tuple, spec, prepared: bool = False):
         params = self._params()
         had_gradients = any(p.grad is not None for p in params)
+        done = False
         try:
             outputs, rebuild = self._forward_backward(unflatten(leaves, spec))
             if prepared:
                 self._check_outsiders(params)
             self._update(prepared)
-        except BaseException:
-            if not had_gradients:  # a half of them must not be added to by the next step
-                self._forget_gradients(params)
-            raise
+            done = True
         finally:
-            amp.restore_grad_dtypes(params if self.precision else ())
-        if prepared:
-            self._forget_gradients(params)
+            # After a failure, half of the gradients must not be added to by the next step.
+            if prepared or not (done or had_gradients):
+                self._forget_gradients(params)
+            if self.precision:
+                amp.restore_grad_dtypes(params)
         return outputs, rebuild
 
     def _forward_backward(self, batch: tuple) -> tuple[list[Tensor], Callable]:

@@ -9,6 +9,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from ._ops import _C
+
 PRECISIONS = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -102,19 +104,6 @@ def parts_of_scaler(scaler: torch.amp.GradScaler, device: torch.device) -> tuple
     )
 
 
-class _Low(torch.autograd.Function):
-    """Stands for a float32 parameter in 16 bits without a kernel: the copy goes forward, and the
-    16-bit gradient goes back to the parameter as it is."""
-
-    @staticmethod
-    def forward(ctx, param: Tensor, low: Tensor) -> Tensor:
-        return low.view_as(low)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
-
-
 _LINEAR = (nn.Linear, nn.modules.conv._ConvNd, nn.MultiheadAttention)
 
 
@@ -154,7 +143,7 @@ def low_weights(places: list[tuple], copies: dict[Tensor, Tensor]) -> Iterator[N
                 if hasattr(p, "grad_dtype"):  # torch >= 2.10; before, the gradient is cast
                     dtypes[p] = p.grad_dtype
                     p.grad_dtype = None
-                stand_ins[p] = _Low.apply(p, copies[p])
+                stand_ins[p] = _C.low_weight(p, copies[p])
             module._parameters[name] = stand_ins[p]
             changed.append((module, name, p))
         yield

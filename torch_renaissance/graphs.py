@@ -8,6 +8,7 @@ import linecache
 import random
 import sys
 import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -104,7 +105,10 @@ class Pool:
             torch.cuda.synchronize(self.device)
             if isinstance(error, CaptureError):
                 raise
-            raise CaptureError(describe(error)) from error
+            why = describe(error)
+            # Its frames hold the autograd graph of the attempt, which must not outlive it.
+            traceback.clear_frames(error.__traceback__)
+            raise CaptureError(why) from None
         current.wait_stream(self.stream)
         return graph, value
 
@@ -147,12 +151,14 @@ def _no_host_syncs() -> Iterator[None]:
     """Waiting for the device raises before it reaches the driver, where it would spoil the capture;
     and hooks on activations, which a replay would not run, raise too."""
     mode = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that this mode is a prototype
+        torch.cuda.set_sync_debug_mode("error")
     register = torch.Tensor.register_hook
 
     def refuse(tensor, hook):
         raise CaptureError(f"a tensor gets a hook at {user_line(traceback.extract_stack())}")
 
-    torch.cuda.set_sync_debug_mode("error")
     torch.Tensor.register_hook = refuse
     try:
         yield

@@ -244,15 +244,14 @@ class TrainStep:
         expected = _verify.eager_step(self._eager, leaves, key.spec) if self._verify else None
         host = self._optimizer._current_plan().host
         calls = host.ema_calls
-        try:
-            captured = self._attempt(key, leaves)
-        except graphs.CaptureError as error:
-            key.failed = str(error)
+        captured, failure = self._try(key, leaves)
+        if captured is None:
+            key.failed = failure
             host.ema_calls = calls
             torch.cuda.empty_cache()
             if expected is not None:
                 expected.take_over()
-            self._fall_back(key.failed)
+            self._fall_back(failure)
             return expected.results if expected else self._eager(leaves, key.spec)
         self._use(captured)
         self._keys = [k for k in self._keys if k is not key]
@@ -273,6 +272,12 @@ class TrainStep:
     def _watch_again(self):
         modules = _watch.all_modules(self._roots())
         return _watch.watch(_watch.look_into(self._loss_fn), modules, self._optimizer)
+
+    def _try(self, key: Key, leaves: tuple) -> tuple[Captured | None, str]:
+        try:
+            return self._attempt(key, leaves), ""
+        except graphs.CaptureError as error:
+            return None, str(error)
 
     def _attempt(self, key: Key, leaves: tuple) -> Captured:
         eager, optimizer = self._eager, self._optimizer
