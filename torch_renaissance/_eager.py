@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -106,8 +106,9 @@ class Eager:
     def _forward_backward(self, batch: tuple) -> tuple[list[Tensor], Callable]:
         for _ in range(len(self._places) + 1):
             try:
-                with torch.enable_grad(), self._mixed_precision():
-                    returned = self.loss_fn(*batch)
+                with torch.enable_grad(), self._low_weights():
+                    with self._autocast():
+                        returned = self.loss_fn(*batch)
                     loss, extras = _loss_and_extras(returned)
                     loss.backward(self._seed(loss))
                 break
@@ -209,8 +210,8 @@ class Eager:
         roots = {self.model: "model"} if self.model is not None else {}
         return {**_watch.look_into(self._original).modules, **roots}
 
-    @contextmanager
-    def _mixed_precision(self) -> Iterator[None]:
+    def _autocast(self):
+        """Of the forward pass only: backward follows the dtypes of what it differentiates."""
         if torch.is_autocast_enabled(self.device.type):
             if self.precision:
                 raise RuntimeError(
@@ -218,10 +219,13 @@ class Eager:
                     "outside of torch.autocast, or leave precision out"
                 )
             torch.clear_autocast_cache()  # casts of weights that have been updated since
-        dtype = amp.PRECISIONS.get(self.precision)
-        autocast = torch.autocast(self.device.type, dtype) if dtype else nullcontext()
-        with autocast, amp.low_weights(self._places, self._plan.low_copies() if dtype else {}):
-            yield
+        if not self.precision:
+            return nullcontext()
+        return torch.autocast(self.device.type, amp.PRECISIONS[self.precision])
+
+    def _low_weights(self):
+        copies = self._plan.low_copies() if self.precision else {}
+        return amp.low_weights(self._places, copies)
 
     def prepare_low(self, roots: dict[nn.Module, str]) -> None:
         """Gives the weights that autocast would cast their places in plane H."""

@@ -9,9 +9,7 @@
 
 namespace torch_renaissance {
 
-// Occupancy hides what a block waits for.
-inline constexpr int kBlocksPerMultiprocessor = 6;
-inline constexpr int kBlocksWithExtras = 5;  // which need more registers
+inline constexpr int kBlocksPerMultiprocessor = 6;  // occupancy hides what a block waits for
 
 // The whole description travels by value, so nothing on the host has to outlive the launch.
 template <int SLOTS, int SEGMENTS>
@@ -88,8 +86,6 @@ __device__ __forceinline__ void update_vector(const typename R::template Scalars
   for (int p = 0; p < PLANES; ++p) {
     state[p] = has(p) ? reinterpret_cast<V*>(planes[p])[i] : V{};
   }
-  V average;
-  if (EXTRAS && x.ema != nullptr) average = reinterpret_cast<V*>(x.ema)[i];
 #pragma unroll
   for (int j = 0; j < N; ++j) {
     T gradient = static_cast<T>(g.value[j]);
@@ -113,7 +109,8 @@ __device__ __forceinline__ void update_vector(const typename R::template Scalars
     if (has(p)) reinterpret_cast<V*>(planes[p])[i] = state[p];
   }
   if (!EXTRAS) return;
-  if (x.ema != nullptr) {
+  if (x.ema != nullptr) {  // loaded only now: registers are what bounds occupancy
+    V average = reinterpret_cast<V*>(x.ema)[i];
 #pragma unroll
     for (int j = 0; j < N; ++j) average.value[j] = averaged<T>(average.value[j], w.value[j], x);
     reinterpret_cast<V*>(x.ema)[i] = average;
@@ -157,7 +154,7 @@ __device__ void average_chunk(const scalar_t* param, const Extras<scalar_t>& x, 
 // PLANES: how many of the rule's state planes at least one segment has. EXTRAS: see
 // Update::control.
 template <typename R, int PLANES, bool EXTRAS, typename scalar_t, typename Arguments>
-__global__ void __launch_bounds__(kThreads, EXTRAS ? kBlocksWithExtras : kBlocksPerMultiprocessor)
+__global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
     update_kernel(const __grid_constant__ Arguments a) {
   using T = typename OpMath<scalar_t>::type;
   constexpr int STATE = PLANES > 0 ? PLANES : 1;
