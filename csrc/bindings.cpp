@@ -4,16 +4,24 @@
 #include <pybind11/stl.h>
 #include <torch/library.h>
 
+#include "global_state.h"
 #include "graph_nodes.h"
 #include "host_step.h"
 #include "ops.h"
 #include "results.h"
 #include "storage.h"
+#include "values.h"
 
 namespace torch_renaissance {
 
 void bind_low(py::module_& m);    // low.cpp
 void bind_watch(py::module_& m);  // watch.cpp
+
+// By its type alone: isinstance() asks the object, which may run anything.
+const c10::TensorImpl* tensor_in(PyObject* o) {
+  if (!PyObject_TypeCheck(o, reinterpret_cast<PyTypeObject*>(THPVariableClass))) return nullptr;
+  return unpack(o).unsafeGetTensorImpl();
+}
 
 // Lists over tensors: params, grads, slots (their numbers within the launch) and rows (of hyper).
 // Lists over segments: state planes (empty where not needed), steps and chunks.
@@ -106,6 +114,10 @@ PYBIND11_MODULE(_C, m) {
       .def("unsupported", &HostStep::unsupported);
   bind_low(m);
   bind_watch(m);
+  py::class_<GlobalState>(m, "GlobalState")
+      .def(py::init<>())
+      .def("fits", &GlobalState::fits)
+      .def("difference", &GlobalState::difference);
   m.attr("DONE") = int{HostStep::kDone};
   m.attr("OUTDATED") = int{HostStep::kOutdated};
   m.attr("UNSUPPORTED") = int{HostStep::kUnsupported};

@@ -9,6 +9,9 @@
 #include <c10/core/GradMode.h>
 #include <c10/core/InferenceMode.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
+#include <pybind11/pybind11.h>
+#include <torch/csrc/Dtype.h>
+#include <torch/csrc/DynamicTypes.h>
 #include <torch/csrc/autograd/anomaly_mode.h>
 
 #include <array>
@@ -16,9 +19,9 @@
 #include <string>
 #include <type_traits>
 
-#include "values.h"
-
 namespace torch_renaissance {
+namespace py = pybind11;
+
 namespace switches {
 
 inline std::string on_off(int64_t value) { return value != 0 ? "on" : "off"; }
@@ -31,7 +34,7 @@ inline std::string number(int64_t value) { return std::to_string(value); }
 
 inline std::string precision_name(int64_t value) {
   constexpr const char* kNames[] = {"none", "ieee", "tf32", "bf16", "default"};
-  return kNames[value];
+  return value < 5 ? kNames[value] : number(value);
 }
 
 // The numbers that torch gives them.

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// What a captured step fixes of its arguments: the form of tensors, and all else as it is.
+// What a captured step fixes of its arguments: the form of tensors, and all else as it is. Of a
+// list or dict that is its identity and nothing in it: pass the leaves.
 #pragma once
 
 #include <optional>
@@ -31,7 +32,7 @@ class Signature {
         continue;
       }
       if (reinterpret_cast<PyObject*>(Py_TYPE(arg)) != held.ptr() || !facts->strided() ||
-          !facts->same_form(THPVariable_Unpack(arg).unsafeGetTensorImpl())) {
+          !facts->same_form(tensor_in(arg))) {
         return false;
       }
     }
@@ -63,8 +64,8 @@ class Signature {
   };
 
   static std::string text_of(PyObject* type, const TensorFacts& facts) {
-    std::string text = facts.text();
-    if (type != THPVariableClass) text = type_name(type) + " " + text;
+    const std::string name = type_name(reinterpret_cast<PyTypeObject*>(type));
+    const std::string text = name == "Tensor" ? facts.text() : name + " " + facts.text();
     return facts.requires_grad() ? text + " (requires grad)" : text;
   }
 

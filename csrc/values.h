@@ -5,10 +5,10 @@
 
 #include <c10/core/TensorImpl.h>
 #include <c10/util/DimVector.h>
+#include <pybind11/pybind11.h>
 #include <torch/csrc/Device.h>
 #include <torch/csrc/Dtype.h>
 #include <torch/csrc/DynamicTypes.h>
-#include <torch/csrc/autograd/python_variable.h>
 
 #include <cmath>
 #include <string>
@@ -16,11 +16,9 @@
 namespace torch_renaissance {
 namespace py = pybind11;
 
-// The tensor that an object is, or null. By its type alone: isinstance() asks the object.
-inline const c10::TensorImpl* tensor_in(PyObject* o) {
-  if (!PyObject_TypeCheck(o, reinterpret_cast<PyTypeObject*>(THPVariableClass))) return nullptr;
-  return THPVariable_Unpack(o).unsafeGetTensorImpl();
-}
+// The tensor that an object is, or null. In bindings.cpp, as torch's header for it takes longer to
+// compile than all that is included here.
+const c10::TensorImpl* tensor_in(PyObject* o);
 
 // Values that are what they say: another object that says the same will do.
 inline bool is_plain(PyObject* o) {
@@ -158,8 +156,8 @@ class TensorFacts {
   c10::DimVector sizes_, strides_;
 };
 
-inline std::string type_name(PyObject* o) {
-  const std::string full = Py_TYPE(o)->tp_name;
+inline std::string type_name(const PyTypeObject* type) {
+  const std::string full = type->tp_name;
   return full.substr(full.rfind('.') + 1);
 }
 
@@ -180,7 +178,7 @@ inline std::string shown(PyObject* o) {
     } catch (const py::error_already_set&) {  // an int of too many digits
     }
   }
-  return with_article(type_name(o));
+  return with_article(type_name(Py_TYPE(o)));
 }
 
 }  // namespace torch_renaissance

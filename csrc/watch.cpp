@@ -5,7 +5,6 @@
 
 #include <algorithm>
 
-#include "global_state.h"
 #include "signature.h"
 #include "watch_difference.h"
 
@@ -195,7 +194,7 @@ bool Watch::unchanged(const Cell& cell) const {
 }
 
 bool Watch::unchanged(const Tensor& tensor) const {
-  const c10::TensorImpl* impl = THPVariable_Unpack(tensor.object).unsafeGetTensorImpl();
+  const c10::TensorImpl* impl = tensor_in(tensor.object);
   return impl == tensor.impl && tensor.facts.same_form(impl) && tensor.facts.same_place(impl);
 }
 
@@ -321,10 +320,6 @@ void bind_watch(py::module_& m) {
       .def(py::init<const py::tuple&>(), py::arg("args"))
       .def("fits", &Signature::fits, py::arg("args"))
       .def("__str__", &Signature::text);
-  py::class_<GlobalState>(m, "GlobalState")
-      .def(py::init<>())
-      .def("fits", &GlobalState::fits)
-      .def("difference", &GlobalState::difference);
 }
 
 }  // namespace torch_renaissance

@@ -40,7 +40,7 @@ inline std::string difference_of(const std::string& subject, PyObject* was, PyOb
   const auto held = py::reinterpret_borrow<py::object>(is);
   if (tensor_in(was) != nullptr && tensor_in(is) != nullptr) return subject + " is another tensor";
   if (!is_plain(was) && Py_TYPE(was) == Py_TYPE(is)) {
-    return subject + " is another " + type_name(is);
+    return subject + " is another " + type_name(Py_TYPE(is));
   }
   return subject + " was " + shown(was) + ", is " + shown(is);
 }
@@ -84,9 +84,9 @@ inline std::string Watch::difference(const Cell& cell) const {
 
 inline std::string Watch::difference(const Tensor& tensor) const {
   const c10::TensorImpl* impl = tensor_in(tensor.object);
-  const TensorFacts now(impl);
   const std::string of = subject(tensor.place);
   if (impl != tensor.impl) return of + " is another tensor";
+  const TensorFacts now(impl);
   if (now.requires_grad() != tensor.facts.requires_grad()) {
     return of + ".requires_grad was " + (now.requires_grad() ? "False, is True" : "True, is False");
   }

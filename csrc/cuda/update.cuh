@@ -9,7 +9,9 @@
 
 namespace torch_renaissance {
 
-inline constexpr int kBlocksPerMultiprocessor = 6;  // occupancy hides what a block waits for
+// Occupancy hides what a block waits for; with extras, spilled registers would cost more.
+inline constexpr int kBlocksPerMultiprocessor = 6;
+inline constexpr int kBlocksWithExtras = 5;
 
 // The whole description travels by value, so nothing on the host has to outlive the launch.
 template <int SLOTS, int SEGMENTS>
@@ -154,7 +156,7 @@ __device__ void average_chunk(const scalar_t* param, const Extras<scalar_t>& x, 
 // PLANES: how many of the rule's state planes at least one segment has. EXTRAS: see
 // Update::control.
 template <typename R, int PLANES, bool EXTRAS, typename scalar_t, typename Arguments>
-__global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
+__global__ void __launch_bounds__(kThreads, EXTRAS ? kBlocksWithExtras : kBlocksPerMultiprocessor)
     update_kernel(const __grid_constant__ Arguments a) {
   using T = typename OpMath<scalar_t>::type;
   constexpr int STATE = PLANES > 0 ? PLANES : 1;

@@ -70,8 +70,8 @@ struct AdamRule {
       state[2] = s.amsgrad ? larger : state[2];
       second = s.amsgrad ? larger : second;
     }
-    const T denom = divide(std::sqrt(second), s.correction2_sqrt) + s.eps;
-    return std::fma(-s.step_size, state[0] / denom, param);
+    const T denom = divide(root(second), s.correction2_sqrt) + s.eps;
+    return subtract_quotient(param, s.step_size, state[0], denom);
   }
 };
 

@@ -2,6 +2,8 @@
 // Lets one formula serve the CPU loops and the CUDA kernels.
 #pragma once
 
+#include <cmath>
+
 #ifdef __CUDACC__
 #define TR_HOST_DEVICE __host__ __device__ __forceinline__
 #else
@@ -27,6 +29,29 @@ TR_HOST_DEVICE T divide(T x, T divisor) {
   return x * divisor;
 #else
   return x / divisor;
+#endif
+}
+
+// The IEEE square root, and x - weight * (a / b). On CUDA zeros would take the slow path of root and
+// division, and dead units have many of them: a one takes their place.
+template <typename T>
+TR_HOST_DEVICE T root(T x) {
+#ifdef __CUDA_ARCH__
+  const bool zero = x == T(0);
+  const T r = std::sqrt(zero ? T(1) : x);
+  return zero ? x : r;
+#else
+  return std::sqrt(x);
+#endif
+}
+
+template <typename T>
+TR_HOST_DEVICE T subtract_quotient(T x, T weight, T a, T b) {
+#ifdef __CUDA_ARCH__
+  const bool zero = a == T(0);
+  return std::fma(zero ? -T(0) : -weight, (zero ? T(1) : a) / b, x);
+#else
+  return std::fma(-weight, a / b, x);
 #endif
 }
 
