@@ -108,6 +108,8 @@ PYBIND11_MODULE(_C, m) {
       .def("ready", &HostStep::ready)
       .def("replayed", &HostStep::replayed)
       .def("refresh_low", &HostStep::refresh_low)
+      .def("fits", &HostStep::fits)
+      .def("chain", &HostStep::chain)
       .def_property_readonly("generation", &HostStep::generation)
       .def_property("ema_calls", &HostStep::ema_calls, &HostStep::set_ema_calls)
       .def("launched", &HostStep::launched)

@@ -186,13 +186,13 @@ class HostStep {
       launch.scale.reset();
       launch.found_inf.reset();
     }
+    hyper_.ema_calls += !prepared;
     return kDone;
   }
 
   // Copies the gradients into each launch's packed planes.
   int pack(const py::dict& own) {
     if (!begin(own, std::nullopt, 1, false)) return kOutdated;
-    --hyper_.ema_calls;
     const int answer = gather();
     if (answer == kDone) put_into_planes(false);
     return answer;
@@ -209,7 +209,6 @@ class HostStep {
   // Adds the gradients to the sums in the packed planes. `prepared` as in run().
   int accumulate(const py::dict& own, bool prepared) {
     if (!begin(own, std::nullopt, 1, prepared)) return kOutdated;
-    if (!prepared) --hyper_.ema_calls;
     const int answer = gather();
     if (answer != kDone) return answer;
     put_into_planes(true);
@@ -234,7 +233,6 @@ class HostStep {
   // `updates`: the work updates the parameters.
   int ready(const py::dict& own, const py::object& amp, int64_t micro_batches, bool updates) {
     if (!begin(own, LossScale::from(amp), micro_batches, false)) return kOutdated;
-    if (!updates) --hyper_.ema_calls;
     for (PyObject* p : frozen_) {
       if (unpack(p).unsafeGetTensorImpl()->grad().defined()) return kHasGradients;
     }
@@ -244,6 +242,7 @@ class HostStep {
       if (p.launch != kFitsNoLaunch && lacks_state(p)) return kOutdated;
     }
     hyper_.write(tables_);
+    hyper_.ema_calls += updates;
     refresh_low();
     return kDone;
   }
@@ -261,6 +260,18 @@ class HostStep {
       p.low.copy_(unpack(p.object));
       p.low_version = version_of(p);
     }
+  }
+
+  // Whether everything is where the plan has it.
+  bool fits(const py::dict& own) const {
+    static PyObject *const groups = name("param_groups"), *const state = name("state");
+    return unchanged(get(own.ptr(), groups), get(own.ptr(), state));
+  }
+
+  // Where the last norm of the gradients is; None before the first.
+  py::object chain() const {
+    if (!chain_.defined()) return py::none();
+    return py::reinterpret_steal<py::object>(THPVariable_Wrap(chain_));
   }
 
   // Changes when work captured before would write to the wrong places or leave something out.
@@ -342,6 +353,9 @@ class HostStep {
 
   void find_norm(const std::optional<LossScale>& loss_scale) {
     bool first = true;
+    const bool wide = std::any_of(launches_.begin(), launches_.end(), [](const Launch& l) {
+      return l.active && l.update.dtype == ScalarType::kDouble;
+    });
     for (size_t i = 0; i < launches_.size(); ++i) {
       Launch& launch = launches_[i];
       if (!launch.active) continue;
@@ -363,7 +377,9 @@ class HostStep {
       }
       n.first = first;
       n.last = ends_step(i);
+      n.wide = wide;
       first = false;
+      chain_ = launch.chain;
       backend_of(launch.counters).norm(n, launch.counters);
     }
   }
@@ -590,9 +606,10 @@ class HostStep {
     return kDone;
   }
 
+  // Averages go on without a gradient.
   void clear_slots() {
     for (Launch& launch : launches_) {
-      launch.active = false;
+      launch.active = averages_;
       launch.copies.clear();
     }
   }
@@ -643,6 +660,7 @@ class HostStep {
   std::vector<Launch> launches_;
   std::vector<at::Tensor> tables_;
   bool averages_ = false, clips_ = false;
+  at::Tensor chain_;
   std::vector<const void*> fingerprint_;
   int64_t generation_ = 0;
   std::vector<int64_t> unsupported_;

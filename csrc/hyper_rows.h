@@ -36,7 +36,7 @@ class HyperRows {
  public:
   explicit HyperRows(bool adam) : adam_(adam) {}
 
-  // Counts what a function of the step in `ema_decay` is called with.
+  // What a function of the step in `ema_decay` is called with: steps done.
   int64_t ema_calls = 0;
 
   // `lr_device`: where the kernels run, if that is one place; a scalar there is read by them.
@@ -108,7 +108,11 @@ class HyperRows {
     } else {
       row[kEmaDecay] = rate != nullptr ? number(rate) : 1.0;
     }
-    ++ema_calls;
+    TORCH_CHECK_VALUE(row[kEmaDecay] >= 0 && row[kEmaDecay] <= 1,
+                      "ema_decay must be in [0, 1], got ",
+                      row[kEmaDecay],
+                      " for step ",
+                      ema_calls);
     return most != nullptr;
   }
 

@@ -106,6 +106,7 @@ struct Norm {
   float* loss_scale;        // ours; may be null
   int32_t* growth_tracker;
   bool first, last;
+  bool wide;  // some launch of the step is of float64
 };
 
 inline constexpr int kNormPartials = 2048;

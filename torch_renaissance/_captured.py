@@ -58,6 +58,7 @@ class Captured:
     loss_and_extras: list[Tensor]  # static outputs
     rebuild: object  # makes extras of their leaves
     generation: int  # of the optimizer's HostStep
+    scale: Tensor | None  # of the loss, whose address the graph has
     accumulated: list[bool]
     replays: int = 0
     last_used: int = 0

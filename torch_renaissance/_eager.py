@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from . import _watch, amp
 from ._captured import unflatten
 from ._ops import _C
-from .graphs import CaptureError
+from .graphs import CaptureError, RandomState
 
 
 class Eager:
@@ -31,6 +31,8 @@ class Eager:
         self._dropped: dict[nn.Module, str] = {}
         self._names: dict[nn.Module, str] = {}
         self._places: list[tuple] = []
+        self._proven: list[tuple] | None = None  # places that a forward has used
+        self._low = amp.LowWeights([], {})
         self.device = next(p.device for g in optimizer.param_groups for p in g["params"])
         if precision == "fp16" and optimizer.amp is None:
             optimizer.amp = amp.LossScale(self.device)
@@ -75,6 +77,8 @@ class Eager:
         """An eager step; returns what `loss_fn` returned, detached, as copies."""
         if self.precision:
             self.prepare_low(self._roots())
+            if not self._plan.host.fits(vars(self.optimizer)):
+                self._plan.sync(self.optimizer)
             self._plan.host.refresh_low()
         outputs, rebuild = self._run(leaves, spec)
         loss, *rest = [t.clone() for t in outputs]
@@ -99,22 +103,26 @@ class Eager:
             # After a failure, half of the gradients must not be added to by the next step.
             if prepared or not (done or had_gradients):
                 self._forget_gradients(params)
-            if self.precision:
-                amp.restore_grad_dtypes(params)
+            self._low.restore_grad_dtypes()
         return outputs, rebuild
 
     def _forward_backward(self, batch: tuple) -> tuple[list[Tensor], Callable]:
         for _ in range(len(self._places) + 1):
+            before = self._before_trial()
+            copies = self._plan.low_copies() if self.precision else {}
+            self._low = amp.LowWeights(self._places, copies)
             try:
-                with torch.enable_grad(), self._low_weights():
+                with torch.enable_grad(), self._low:
                     with self._autocast():
                         returned = self.loss_fn(*batch)
                     loss, extras = _loss_and_extras(returned)
                     loss.backward(self._seed(loss))
+                self._proven = self._places
                 break
             except RuntimeError as error:
-                if not self._drop_from_low(error):
+                if before is None or not self._drop_from_low(error):
                     raise
+                before()
         leaves, spec = pytree.tree_flatten(extras)
         tensors = [leaf.detach() for leaf in leaves if isinstance(leaf, Tensor)]
         has_extras = isinstance(returned, tuple)
@@ -129,6 +137,25 @@ class Eager:
         # Tensors stand for themselves only by their place, so that no graph of autograd is kept.
         others = [_PLACE if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         return [loss.detach(), *tensors], rebuild
+
+    def _before_trial(self) -> Callable | None:
+        """Where the 16-bit weights are untried: puts back what a forward changes that failed."""
+        if not self.precision or self._places == self._proven:
+            return None
+        buffers = [b for m in _watch.all_modules(self._roots()) for b in m.buffers(recurse=False)]
+        values = [b.clone() for b in buffers]
+        randoms = RandomState(self.device)
+        gradients = {p: p.grad for p in self._params()}
+
+        def put_back() -> None:
+            for buffer, value in zip(buffers, values, strict=True):
+                buffer.copy_(value)
+            randoms.restore()
+            self._low.restore_grad_dtypes()
+            for p, grad in gradients.items():
+                p.grad = grad
+
+        return put_back
 
     def _seed(self, loss: Tensor) -> Tensor | None:
         parts = self.scale_parts()
@@ -223,10 +250,6 @@ class Eager:
             return nullcontext()
         return torch.autocast(self.device.type, amp.PRECISIONS[self.precision])
 
-    def _low_weights(self):
-        copies = self._plan.low_copies() if self.precision else {}
-        return amp.low_weights(self._places, copies)
-
     def prepare_low(self, roots: dict[nn.Module, str]) -> None:
         """Gives the weights that autocast would cast their places in plane H."""
         self._names = _watch.all_modules(roots)
@@ -252,8 +275,12 @@ class Eager:
         owners = {module for module, _, _ in self._places}
         for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))):
             module = frame.f_locals.get("self")
-            if isinstance(module, nn.Module) and module in owners:
-                self._dropped[module] = str(error).splitlines()[0]
+            if not isinstance(module, nn.Module):
+                continue
+            # Its own weights, or those of modules below that it uses directly.
+            found = [m for m in module.modules() if m in owners]
+            if found:
+                self._dropped |= dict.fromkeys(found, str(error).splitlines()[0])
                 self.prepare_low(self._roots())
                 return True
         return False

@@ -54,6 +54,7 @@ def accelerate(
     Raises:
         TypeError: for another kind of optimizer, one whose `step` was replaced, or a model that is
             not an `nn.Module`.
+        RuntimeError: inside of `Ema.swapped()`.
         ValueError: for an unknown `gradients`, a negative `max_grad_norm`, or an `ema_decay`
             outside of [0, 1].
         Whatever it raises, nothing has been changed.
@@ -63,8 +64,12 @@ def accelerate(
     ours = _OURS.get(type(optimizer), type(optimizer))
     before = vars(optimizer).get("_plan")
     averages = ema_decay is not None
+    if before is not None and before.swapped:
+        raise RuntimeError(
+            "accelerate: the parameters hold their averages now; call it outside of `Ema.swapped()`"
+        )
     plan = Plan(ours._rule, Options(decay_bias_like, gradients, classify(model), averages))
-    if before is not None and averages:
+    if before is not None and before.options.averages and averages:
         plan.start_averages(before.averages(), before.averaged())
         plan.host.ema_calls = before.host.ema_calls
     plan.sync(optimizer)

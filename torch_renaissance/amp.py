@@ -3,9 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 from torch import Tensor, nn
 
@@ -104,7 +101,27 @@ def parts_of_scaler(scaler: torch.amp.GradScaler, device: torch.device) -> tuple
     )
 
 
-_LINEAR = (nn.Linear, nn.modules.conv._ConvNd, nn.MultiheadAttention)
+# Who uses its parameters as autocast expects it. A subclass with a forward of its own may not.
+_FORWARDS = {
+    kind.forward
+    for kind in (
+        nn.Linear,
+        *(nn.Conv1d, nn.Conv2d, nn.Conv3d),
+        *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
+        nn.MultiheadAttention,
+    )
+}
+_NAMES = {"weight", "bias", "in_proj_weight", "in_proj_bias"}
+_NAMES |= {"q_proj_weight", "k_proj_weight", "v_proj_weight"}
+
+
+def _takes_low(module: nn.Module) -> bool:
+    conv = getattr(type(module), "_conv_forward", None)
+    return (
+        type(module).forward in _FORWARDS
+        and "forward" not in vars(module)
+        and (conv is None or conv.__module__ == "torch.nn.modules.conv")
+    )
 
 
 def places_of_low(modules: list[nn.Module], dropped: set[nn.Module]) -> list[tuple]:
@@ -115,10 +132,11 @@ def places_of_low(modules: list[nn.Module], dropped: set[nn.Module]) -> list[tup
     found: list[tuple] = []
     elsewhere: set[Tensor] = set()
     for module in dict.fromkeys(m for root in modules for m in root.modules()):
+        takes = _takes_low(module) and module not in dropped
         for name, p in module._parameters.items():
             if p is None:
                 continue
-            if isinstance(module, _LINEAR) and module not in dropped:
+            if takes and name in _NAMES:
                 found.append((module, name, p))
             else:
                 elsewhere.add(p)
@@ -129,31 +147,39 @@ def places_of_low(modules: list[nn.Module], dropped: set[nn.Module]) -> list[tup
     ]
 
 
-@contextmanager
-def low_weights(places: list[tuple], copies: dict[Tensor, Tensor]) -> Iterator[None]:
+class LowWeights:
     """For forward and backward, modules see the 16-bit copies in place of their parameters."""
-    changed: list[tuple] = []
-    dtypes: dict[Tensor, torch.dtype | None] = {}
-    stand_ins: dict[Tensor, Tensor] = {}
-    try:
-        for module, name, p in places:
-            if p not in copies or not p.requires_grad or module._parameters.get(name) is not p:
+
+    def __init__(self, places: list[tuple], copies: dict[Tensor, Tensor]):
+        self._places, self._copies = places, copies
+        self._changed: list[tuple] = []
+        self._dtypes: dict[Tensor, torch.dtype | None] = {}
+
+    def __enter__(self) -> None:
+        stand_ins: dict[Tensor, Tensor] = {}
+        for module, name, p in self._places:
+            fits = p in self._copies and p.requires_grad and module._parameters.get(name) is p
+            if not fits:
                 continue
             if p not in stand_ins:
-                if hasattr(p, "grad_dtype"):  # torch >= 2.10; before, the gradient is cast
-                    dtypes[p] = p.grad_dtype
+                # torch >= 2.10; before, autograd casts the gradient to the parameter's dtype
+                if hasattr(p, "grad_dtype") and p.grad is None:
+                    self._dtypes[p] = p.grad_dtype
                     p.grad_dtype = None
-                stand_ins[p] = _C.low_weight(p, copies[p])
+                stand_ins[p] = _C.low_weight(p, self._copies[p])
             module._parameters[name] = stand_ins[p]
-            changed.append((module, name, p))
-        yield
-    finally:
-        for module, name, p in changed:
+            self._changed.append((module, name, p))
+
+    def __exit__(self, *_) -> None:
+        for module, name, p in self._changed:
             module._parameters[name] = p
 
-
-def restore_grad_dtypes(params) -> None:
-    """After the step, with `.grad` gone: gradients are the parameter's dtype again."""
-    for p in params:
-        if hasattr(p, "grad_dtype") and p.grad_dtype is None:
-            p.grad_dtype = p.dtype
+    def restore_grad_dtypes(self) -> None:
+        """Once the gradients are used and gone; those that stay are cast, as autograd would have
+        done it."""
+        for p, dtype in self._dtypes.items():
+            grad = p.grad
+            p.grad = None
+            p.grad_dtype = dtype
+            if grad is not None:
+                p.grad = grad if dtype is None else grad.to(dtype)

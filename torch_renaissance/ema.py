@@ -26,7 +26,7 @@ class Ema:
 
     Raises:
         TypeError: for an optimizer that isn't one of ours.
-        ValueError: for one without `ema_decay`.
+        ValueError: for one without `ema_decay`, or with none of the model's parameters.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer):
@@ -40,6 +40,9 @@ class Ema:
                 "Ema: this optimizer has no ema_decay; pass one to tr.accelerate(model, optimizer, "
                 "ema_decay=...)"
             )
+        known = {p for group in optimizer.param_groups for p in group["params"]}
+        if not any(p in known for p in model.parameters()):
+            raise ValueError("Ema: the optimizer updates none of this model's parameters")
         self._model, self._optimizer = model, optimizer
 
     @property
@@ -62,8 +65,13 @@ class Ema:
         """Goes on from averages that `state_dict` saved. The model's weights and buffers stay.
 
         Raises:
-            RuntimeError: for missing names or other shapes; nothing has been changed then.
+            RuntimeError: for missing names or other shapes, and inside of `swapped()`; nothing has
+            been changed then.
         """
+        if self._plan.swapped:
+            raise RuntimeError(
+                "Ema.load_state_dict: the averages are swapped in; load them outside"
+            )
         found: dict[Tensor, Tensor] = {}
         for name, p in self._model.named_parameters(remove_duplicate=False):
             if name not in state_dict or state_dict[name].shape != p.shape:

@@ -31,7 +31,7 @@ class RandomState:
     def __init__(self, device: torch.device):
         self._device = device
         self._host = self._read()
-        self._cuda = torch.cuda.get_rng_state(device)
+        self._cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
 
     @staticmethod
     def _read() -> tuple:
@@ -58,7 +58,8 @@ class RandomState:
         random.setstate(self._host[1])
         if self._host[2] is not None:
             sys.modules["numpy"].random.set_state(self._host[2])
-        torch.cuda.set_rng_state(self._cuda, self._device)
+        if self._cuda is not None:
+            torch.cuda.set_rng_state(self._cuda, self._device)
 
 
 class Pool:

@@ -128,9 +128,10 @@ class TrainStep:
         if plan.native or plan.swapped:
             return False
         host, updates = plan.host, not captured.key.accumulates
-        answer = host.ready(
-            vars(self._optimizer), self._eager.scale_parts(), self._eager.cycle, updates
-        )
+        parts = self._eager.scale_parts()
+        if captured.scale is not (parts and parts[0]):
+            return False
+        answer = host.ready(vars(self._optimizer), parts, self._eager.cycle, updates)
         if answer == _C.DONE and host.generation != captured.generation:
             host.ema_calls -= updates
             return False
@@ -310,11 +311,13 @@ class TrainStep:
             key.watch.restore()
             graph.reset()
             raise graphs.CaptureError(f"running it changes Python's state: {changed}")
+        parts = eager.scale_parts()
+        scale = parts and parts[0]
         now = plan.host.accumulated()
         touched = (
             [n and not b for n, b in zip(now, before, strict=True)] if not any(before) else now
         )
-        return Captured(key, graph, inputs, outputs, rebuild, plan.host.generation, touched)
+        return Captured(key, graph, inputs, outputs, rebuild, plan.host.generation, scale, touched)
 
     # -- for the program -------------------------------------------------------------------------
 

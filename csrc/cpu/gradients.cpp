@@ -77,8 +77,8 @@ void norm(const Norm& n) {
   n.chain[kSumOfSquares] = total.squares;
   n.chain[kNonFinite] = total.bad;
   if (n.last) {
-    finish_chain<opmath_t<scalar_t>>(
-        n.control, total.squares, total.bad == 0, n.loss_scale, n.growth_tracker, n.chain);
+    finish_chain(
+        n.control, total.squares, total.bad == 0, n.wide, n.loss_scale, n.growth_tracker, n.chain);
   }
 }
 

@@ -25,7 +25,7 @@ struct NormArguments {
   float* loss_scale;
   int32_t* growth_tracker;
   int64_t n_chunks;
-  bool first, last;
+  bool first, last, wide;
   struct {
     const void* grad;
     int32_t flags;
@@ -119,7 +119,8 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
     a.chain[kSumOfSquares] = total;
     a.chain[kNonFinite] = total_bad;
     if (a.last) {
-      finish_chain<T>(a.control, total, total_bad == 0, a.loss_scale, a.growth_tracker, a.chain);
+      finish_chain(
+          a.control, total, total_bad == 0, a.wide, a.loss_scale, a.growth_tracker, a.chain);
     }
   }
 }
@@ -148,6 +149,7 @@ cudaError_t launch(const Norm& n, cudaStream_t stream) {
   a.growth_tracker = n.growth_tracker;
   a.first = n.first;
   a.last = n.last;
+  a.wide = n.wide;
   for (int64_t s = 0; s < n.n_slots; ++s) a.slots[s] = {n.slots[s].grad, n.slots[s].flags};
   const int64_t most = std::min(kBlocksPerMultiprocessor * multiprocessors(), kNormPartials);
   const auto blocks = static_cast<unsigned>(std::max<int64_t>(1, std::min(a.n_chunks, most)));

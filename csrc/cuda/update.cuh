@@ -184,7 +184,7 @@ __global__ void __launch_bounds__(kThreads, EXTRAS ? kBlocksWithExtras : kBlocks
            low != nullptr ? low + chunk.offset : nullptr,
            static_cast<T>(1.0 - a.control[kEmaDecay]),
            static_cast<T>(a.chain != nullptr ? a.chain[kMultiplier]
-                                                 : unscale_factor(a.control, nullptr)),
+                                             : unscale_factor(a.control, nullptr)),
            slot.flags,
            averaged == 0};
     }

@@ -55,26 +55,30 @@ TR_HOST_DEVICE void update_loss_scale(const double* control,
   }
 }
 
-// Turns the sums over all gradients into what the update needs. `scale` is GradScaler's, which
-// the update divides by itself, or `loss_scale` is ours; both may be null. T: torch's dtype of a
-// norm.
+// clip_grad_norm_'s coefficient, in torch's dtype of the norm.
 template <typename T>
+TR_HOST_DEVICE double clip_coefficient(double max_norm, double norm) {
+  if (std::isinf(max_norm)) return 1;
+  const T coefficient = static_cast<T>(max_norm) / (static_cast<T>(norm) + T(1e-6));
+  return coefficient > T(1) ? T(1) : coefficient;  // NaN stays
+}
+
+// Turns the sums over all gradients into what the update needs. `loss_scale` is ours and may be
+// null; by GradScaler's the update divides itself. `wide`: norms are float64.
 TR_HOST_DEVICE void finish_chain(const double* control,
                                  double sum_of_squares,
                                  bool finite,
+                                 bool wide,
                                  float* loss_scale,
                                  int32_t* growth_tracker,
                                  double* chain) {
-  const T norm = static_cast<T>(std::sqrt(sum_of_squares));
-  T coefficient = T(1);
-  if (!std::isinf(control[kMaxNorm])) {
-    coefficient = static_cast<T>(control[kMaxNorm]) / (norm + T(1e-6));
-    coefficient = coefficient > T(1) ? T(1) : coefficient;  // NaN stays
-  }
+  const double norm = std::sqrt(sum_of_squares), max_norm = control[kMaxNorm];
+  const double coefficient =
+      wide ? clip_coefficient<double>(max_norm, norm) : clip_coefficient<float>(max_norm, norm);
   const bool found_inf = loss_scale != nullptr && !finite;
-  chain[kMultiplier] = unscale_factor(control, loss_scale) * static_cast<double>(coefficient);
+  chain[kMultiplier] = unscale_factor(control, loss_scale) * coefficient;
   chain[kFoundInf] = found_inf;
-  chain[kGradNorm] = norm;
+  chain[kGradNorm] = wide ? norm : static_cast<float>(norm);
   if (loss_scale != nullptr) update_loss_scale(control, found_inf, loss_scale, growth_tracker);
 }
 

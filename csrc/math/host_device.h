@@ -32,8 +32,8 @@ TR_HOST_DEVICE T divide(T x, T divisor) {
 #endif
 }
 
-// The IEEE square root, and x - weight * (a / b). On CUDA zeros would take the slow path of root and
-// division, and dead units have many of them: a one takes their place.
+// The IEEE square root, and x - weight * (a / b). On CUDA zeros would take the slow path of root
+// and division, and dead units have many of them: a one takes their place.
 template <typename T>
 TR_HOST_DEVICE T root(T x) {
 #ifdef __CUDA_ARCH__

@@ -138,7 +138,12 @@ class Fused:
         state = super().__getstate__()
         plan = vars(self).get("_plan")
         options = plan.options if plan else vars(self).get("_options", Options())
-        own = {k: vars(self)[k] for k in _OWN if k in vars(self)}
+        own = {k: vars(self)[k] for k in (*_OWN, "_averages") if k in vars(self)}
+        if plan and plan.swapped:
+            raise RuntimeError(
+                f"{type(self).__name__}: the parameters hold their averages now; copy or pickle it "
+                "outside of `Ema.swapped()`"
+            )
         if plan and options.averages:
             own["_averages"] = plan.averages(), plan.averaged(), plan.host.ema_calls
         return {**state, **own, "_options": options, "_skipped_before": self.skipped_steps}

@@ -108,9 +108,10 @@ class Plan:
 
     def grad_norm(self) -> Tensor | None:
         """The last norm that a step found, as a tensor of its own; None before the first one."""
-        found = [t["chain"][_C.GRAD_NORM] for t in self._tables.values() if "chain" in t]
+        chain = self.host.chain()
         wide = any(b.dtype == torch.float64 for b in self.blocks)
-        return found[0].to(torch.float64 if wide else torch.float32, copy=True) if found else None
+        dtype = torch.float64 if wide else torch.float32
+        return None if chain is None else chain[_C.GRAD_NORM].to(dtype, copy=True)
 
     # -- planes that only some steps need --------------------------------------------------------
 
@@ -211,6 +212,9 @@ class Plan:
         """After `model.to(...)` or `p.data = ...` of another dtype, device or layout: the parameter
         starts anew, unless state of the old kind is left, which torch will judge."""
         del self.slots[slot.param]
+        if slot.block is not None and Plane.E in slot.block.planes:
+            average = slot.block.slice(Plane.E, slot.index)
+            self._averages_before[slot.param] = average.to(slot.param.device, slot.param.dtype)
         kept = [v for k, v in (state or {}).items() if k in self.rule.planes]
         if any(kind_of(t) != kind_of(slot.param) for t in kept if isinstance(t, Tensor)):
             self._drop(slot, "its state has another dtype or device")
@@ -377,13 +381,14 @@ class Plan:
     def _table(self, device: torch.device, n_groups: int) -> dict[str, Tensor]:
         """What all launches of a device share: counters, the table of hyper-parameters with the
         row that controls the step, and what the norm pass finds."""
-        table = self._tables.setdefault(device, {})
-        if not table:
+        if device not in self._tables:
+            averaged = self.averaged()  # a device that comes later goes on with the others
+            table = self._tables[device] = {}
             table["counters"] = torch.zeros(_C.COUNTERS, dtype=torch.int32, device=device)
-            if self._averaged_before:
-                table["counters"][_C.AVERAGED] = self._averaged_before
+            table["counters"][_C.AVERAGED] = averaged
             for name, size in (("chain", _C.CONTROL_RESULTS), ("partials", _C.NORM_PARTIALS)):
                 table[name] = torch.zeros(size, dtype=torch.float64, device=device)
+        table = self._tables[device]
         if "hyper" not in table or table["hyper"].shape[0] != 2 * n_groups + 1:
             shape = 2 * n_groups + 1, _C.HYPER_COLUMNS
             table["hyper"] = torch.zeros(shape, dtype=torch.float64, device=device)

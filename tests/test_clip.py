@@ -1,0 +1,714 @@
+# SPDX-License-Identifier: BSD-3-Clause
+# max_grad_norm against torch.nn.utils.clip_grad_norm_ before torch's own step: the same weights and
+# state, the same norm, the same meaning of what isn't finite, isn't there, or isn't one dtype.
+
+import copy
+import io
+import math
+import pickle
+import re
+from functools import partial
+
+import pytest
+import torch
+from test_refusals import refused, trained
+from testing import (
+    DEVICES,
+    FP64,
+    GRADIENTS,
+    LM,
+    Optimizer,
+    Two,
+    bounds,
+    conv_bn,
+    equal,
+    mlp,
+    pair,
+    parameters,
+    same,
+    same_state,
+    set_gradients,
+    square,
+    values_of,
+    worst,
+    x_of,
+)
+from torch import nn
+from torch.nn.utils import clip_grad_norm_
+
+import torch_renaissance as tr
+
+ROWS = [
+    Optimizer(torch.optim.SGD, tr.optim.SGD, {"lr": 0.1, "weight_decay": 0.1}),
+    Optimizer(torch.optim.SGD, tr.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
+    Optimizer(torch.optim.SGD, tr.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
+    Optimizer(torch.optim.Adam, tr.optim.Adam, {"lr": 0.02, "weight_decay": 0.1}),
+    Optimizer(torch.optim.AdamW, tr.optim.AdamW, {"lr": 0.02, "weight_decay": 0.5}),
+]
+pytestmark = pytest.mark.parametrize("device", DEVICES)
+each_row = pytest.mark.parametrize("row", ROWS, ids=str)
+each_gradients = pytest.mark.parametrize("gradients", GRADIENTS)
+each_dtype = pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+
+
+def accelerated(row, params, max_grad_norm, **options):
+    optimizer = row.native(params, **row.options)
+    tr.accelerate(nn.ParameterList(params), optimizer, max_grad_norm=max_grad_norm, **options)
+    return optimizer
+
+
+def clipped_step(params, optimizer, max_norm):
+    """The native step; returns the norm before clipping."""
+    norm = None if max_norm is None else clip_grad_norm_(params, max_norm)
+    optimizer.step()
+    return norm
+
+
+def native_and_ours(row, make, max_norm, set_each, steps, **options):
+    """Both ways to train `make()`, whose gradients `set_each(params, step)` sets; for each the
+    parameters, the optimizer and its last norm."""
+    runs = []
+    for ours in (False, True):
+        params = make()
+        optimizer = (
+            accelerated(row, params, max_norm, **options)
+            if ours
+            else row.native(params, **row.options)
+        )
+        for step in range(steps):
+            set_each(params, step)
+            norm = optimizer.step() if ours else clipped_step(params, optimizer, max_norm)
+        runs.append((params, optimizer, optimizer.grad_norm if ours else norm))
+    return runs
+
+
+def both_clip(a, oa, b, ob, loss, max_norm, steps=1):
+    for _ in range(steps):
+        for model, optimizer in ((a, oa), (b, ob)):
+            optimizer.zero_grad()
+            loss(model).backward()
+        norm = clipped_step(list(a.parameters()), oa, max_norm)
+        ob.step()
+        torch.testing.assert_close(ob.grad_norm, norm)
+
+
+def clipped_pair(make, row, device, max_norm, **options):
+    return pair(
+        make,
+        lambda m: row.native(m.parameters(), **row.options),
+        device,
+        max_grad_norm=max_norm,
+        **options,
+    )
+
+
+def scaled_gradients(params, step):
+    """Of norms from far below to far above 1, where every test's limit lies."""
+    set_gradients(params, step, plain=True)
+    for p in params:
+        if p.grad is not None:
+            p.grad.mul_(10.0 ** (step % 5 - 4))
+
+
+@each_row
+@each_gradients
+@pytest.mark.parametrize("max_norm", [1.0, 0.0])
+def test_fp64_equals_clip_grad_norm_and_step(row, gradients, max_norm, device):
+    native, ours = (parameters(device, torch.float64, plain=True) for _ in "ab")
+    torchs = row.native(native, **row.options)
+    optimizer = accelerated(row, ours, max_norm, gradients=gradients)
+    below = 0
+    for step in range(20):
+        scaled_gradients(native, step)
+        scaled_gradients(ours, step)
+        given = [None if p.grad is None else p.grad.clone() for p in ours]
+        norm = clipped_step(native, torchs, max_norm)
+        optimizer.step()
+        below += bool(norm < 1)
+        torch.testing.assert_close(optimizer.grad_norm, norm, rtol=FP64, atol=0)
+        for p, before in zip(ours, given, strict=True):  # .grad stays unclipped
+            assert p.grad is before if before is None else torch.equal(p.grad, before)
+    assert 0 < below < 20
+    assert worst(ours, native) <= FP64
+    same_state(torchs, optimizer)
+
+
+@each_row
+@each_gradients
+def test_fp32_error_is_at_most_twice_torchs(row, gradients, device):
+    runs = {}
+    for name, dtype in (
+        ("exact", torch.float64),
+        ("torch", torch.float32),
+        ("ours", torch.float32),
+    ):
+        params = parameters(device, dtype, plain=True)
+        ours = name == "ours"
+        optimizer = (
+            accelerated(row, params, 1.0, gradients=gradients)
+            if ours
+            else row.native(params, **row.options)
+        )
+        for step in range(20):
+            scaled_gradients(params, step)
+            norm = None if ours else clip_grad_norm_(params, 1.0)
+            optimizer.step()
+            runs[name, step] = (optimizer.grad_norm if ours else norm).double()
+            assert not ours or optimizer.grad_norm.dtype == torch.float32
+        runs[name] = torch.cat([p.detach().double().flatten() for p in params])
+    error = {name: (runs[name] - runs["exact"]).norm() for name in ("torch", "ours")}
+    assert error["ours"] <= 2 * error["torch"]
+    for step in range(20):  # sums of up to 701 * 3 squares in eight or more parts
+        torch.testing.assert_close(runs["ours", step], runs["exact", step], rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("row", [ROWS[2], ROWS[4]], ids=str)
+@each_dtype
+@pytest.mark.parametrize("case", ["channels_last", "tied", "clipped", "not clipped"])
+def test_trainings_equal_native_ones(row, dtype, case, device):
+    def picture_loss(model):
+        torch.manual_seed(7)
+        x = torch.randn(2, 3, 7, 7).to(device, dtype).contiguous(memory_format=torch.channels_last)
+        return model(x).pow(2).mean()
+
+    make, loss, max_norm = {
+        "channels_last": (
+            lambda: conv_bn().to(memory_format=torch.channels_last),
+            picture_loss,
+            0.02,
+        ),
+        "tied": (LM, lambda m: m(torch.arange(7, device=device)), 0.3),
+        "clipped": (mlp, square, 0.5),
+        "not clipped": (mlp, square, 1e6),
+    }[case]
+    a, oa, b, ob = clipped_pair(make, row, device, max_norm, dtype=dtype)
+    both_clip(a, oa, b, ob, loss, max_norm, steps=4)
+    same(a, b)
+    same_state(oa, ob, values=dtype == torch.float64)
+
+
+@each_row
+def test_at_the_limit_and_around_it(row, device):
+    """The norm is 5, to the bit. torch divides by norm + 1e-6, which fp64 shows."""
+
+    def make():
+        return [nn.Parameter(torch.tensor([1.0, -2.0], dtype=torch.float64, device=device))]
+
+    def set_each(params, step):
+        params[0].grad = torch.tensor([3.0, 4.0], dtype=torch.float64, device=device)
+
+    for max_norm in (5.0, 5.000001, 5.0000005, 4.999999, 5, 6, math.inf, 1e-300):
+        native, ours = native_and_ours(row, make, max_norm, set_each, 2)
+        assert native[2] == ours[2] == 5
+        assert worst(ours[0], native[0]) <= FP64
+
+
+@each_row
+@each_dtype
+@each_gradients
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+def test_not_finite_without_a_scaler_is_as_natively(row, dtype, gradients, bad, device):
+    """inf: a coefficient of 0, so NaN where the inf is and no gradient elsewhere. NaN: all NaN."""
+    a, oa, b, ob = clipped_pair(mlp, row, device, 1.0, dtype=dtype, gradients=gradients)
+    both_clip(a, oa, b, ob, square, 1.0)
+    for model, optimizer in ((a, oa), (b, ob)):
+        optimizer.zero_grad()
+        square(model).backward()
+        model[2].weight.grad[0, 3] = bad
+    norm = clipped_step(list(a.parameters()), oa, 1.0)
+    ob.step()
+    torch.testing.assert_close(ob.grad_norm, norm, equal_nan=True)
+    assert not math.isfinite(ob.grad_norm)
+    for (name, p), q in zip(a.named_parameters(), b.parameters(), strict=True):
+        torch.testing.assert_close(q, p, **bounds(p), equal_nan=True, msg=name)
+    assert b[2].weight.isnan().sum() == (8 if math.isnan(bad) else 1)
+    assert int(ob.skipped_steps) == 0
+
+
+@each_row
+@each_gradients
+def test_parameters_without_a_gradient_count_for_nothing(row, gradients, device):
+    a, oa, b, ob = clipped_pair(Two, row, device, 0.5, gradients=gradients)
+    both_clip(
+        a, oa, b, ob, lambda m: 100 * m(x_of(device), "ab"), 0.5
+    )  # large ones to be forgotten
+    before, state = values_of(b.b.parameters()), copy.deepcopy(ob.state.get(b.b.weight, {}))
+    both_clip(a, oa, b, ob, lambda m: m(x_of(device), "a"), 0.5, steps=3)
+    assert equal(b.b.parameters(), before) and b.b.weight.grad is None
+    for key, value in state.items():
+        assert value is None or torch.equal(ob.state[b.b.weight][key], value)
+    same(a, b)
+    same_state(oa, ob)
+    before = values_of(b.parameters())
+    ob.zero_grad()
+    ob.step()  # no gradient at all
+    assert equal(b.parameters(), before)
+
+
+@each_row
+def test_only_empty_gradients_and_only_a_scalar(row, device):
+    def set_each(params, step):
+        for p in params:
+            p.grad = torch.full_like(p, 2.0)
+
+    for shapes in ([(0,), (0, 3)], [()], [(), (0,), (1,)]):
+
+        def make(shapes=shapes):
+            ones = [torch.ones(s, dtype=torch.float64, device=device) for s in shapes]
+            return [nn.Parameter(p) for p in ones]
+
+        native, ours = native_and_ours(row, make, 0.5, set_each, 2)
+        assert worst(ours[0], native[0]) <= FP64
+        torch.testing.assert_close(ours[2], native[2])
+
+
+def mixed(device, dtypes=(torch.float32, torch.bfloat16, torch.float64, torch.float16)):
+    generator = torch.Generator().manual_seed(3)
+    return [
+        nn.Parameter(torch.randn(41, generator=generator).bfloat16().to(device, dtype))
+        for dtype in dtypes
+        for _ in range(2)
+    ]
+
+
+def set_mixed_gradients(params, step):
+    generator = torch.Generator().manual_seed(step)
+    for p in params:
+        p.grad = torch.randn(p.shape, generator=generator).bfloat16().to(p.device, p.dtype)
+
+
+@each_gradients
+@pytest.mark.parametrize("turned", [False, True])
+def test_one_norm_over_all_dtypes(gradients, turned, device):
+    """Natively the norm of a bfloat16 gradient is rounded to bfloat16, and ours isn't: the
+    reference is exact."""
+    params = mixed(device)
+    given = params[:: -1 if turned else 1]
+    optimizer = accelerated(ROWS[0], given, 1.5, gradients=gradients)
+    for step in range(4):
+        set_mixed_gradients(params, step)
+        exact = torch.cat([p.grad.double() for p in params]).norm()
+        wanted = [
+            p.detach().double() * 0.99 - 0.1 * p.grad.double() * (1.5 / (exact + 1e-6))
+            for p in params
+        ]
+        optimizer.step()
+        assert optimizer.grad_norm.dtype == torch.float64
+        torch.testing.assert_close(optimizer.grad_norm, exact, rtol=1e-6, atol=0)
+        for p, want in zip(params, wanted, strict=True):
+            # The norm may have been rounded to fp32 on its way.
+            eps = max(torch.finfo(p.dtype).eps, 1e-6)
+            torch.testing.assert_close(p.detach().double(), want, rtol=eps, atol=eps)
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_double_gradient_beyond_float32_beside_float32_parameters(turned, device):
+    dtypes = [torch.float64, torch.float32][:: -1 if turned else 1]
+
+    def make():
+        return [nn.Parameter(torch.ones(3, dtype=dtype, device=device)) for dtype in dtypes]
+
+    def set_each(params, step):
+        for p in params:
+            p.grad = torch.full_like(p, 1e100 if p.dtype == torch.float64 else 1.0)
+
+    native, ours = native_and_ours(ROWS[1], make, 1.0, set_each, 2)
+    torch.testing.assert_close(ours[2], native[2])
+    assert worst(ours[0], native[0]) <= 1e-6
+
+
+@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="torch before 2.10")
+@pytest.mark.parametrize("narrow", [torch.bfloat16, torch.float16], ids=str)
+@each_gradients
+def test_16_bit_gradients_of_float32_parameters(narrow, gradients, device):
+    params = [nn.Parameter(p.detach()) for p in mixed(device, [torch.float32])]
+    optimizer = accelerated(ROWS[0], params, 1.5, gradients=gradients)
+    for step in range(3):
+        before = [p.detach().double() for p in params]
+        given = [torch.linspace(-1, 2 + step, 41, device=device).to(narrow) for _ in params]
+        for p, gradient in zip(params, given, strict=True):
+            p.grad = None
+            p.grad_dtype = None
+            p.grad = gradient
+        exact = torch.cat([g.double() for g in given]).norm()
+        optimizer.step()
+        torch.testing.assert_close(optimizer.grad_norm.double(), exact, rtol=1e-6, atol=0)
+        for p, w, g in zip(params, before, given, strict=True):
+            want = w - 0.1 * (g.double() * min(1.0, float(1.5 / (exact + 1e-6))) + 0.1 * w)
+            torch.testing.assert_close(p.detach().double(), want, rtol=1e-6, atol=1e-6)
+
+
+@each_row
+@pytest.mark.parametrize(
+    ("dtype", "powers"),
+    [
+        (torch.float32, (-30, -20, -10, -4, 10, 18, 20, 30)),
+        (torch.float64, (-150, -30, -20, 20, 30, 150)),
+    ],
+    ids=str,
+)
+def test_huge_and_tiny_gradients(row, dtype, powers, device):
+    """Squares of fp32 overflow above 1.8e19, as native's own: the norm is then inf and every
+    gradient 0. Below 1e-19 they vanish, and the norm with them."""
+
+    def make():
+        return [nn.Parameter(torch.ones(n, dtype=dtype, device=device)) for n in (5, 17)]
+
+    for power in powers:
+
+        def set_each(params, step, size=10.0**power):
+            for p in params:
+                p.grad = torch.full_like(p, size * (1 + step))
+
+        for max_norm in (1.0, 1e-3, 10.0**power):
+            native, ours = native_and_ours(row, make, max_norm, set_each, 2)
+            assert worst(ours[0], native[0]) <= (FP64 if dtype == torch.float64 else 1e-6)
+            torch.testing.assert_close(ours[2], native[2], rtol=1e-5, atol=1e-19)
+
+
+@each_row
+@each_gradients
+def test_grad_norm_is_none_before_the_first_clipped_step(row, gradients, device):
+    _, _, b, ob = clipped_pair(mlp, row, device, None, gradients=gradients)
+    assert ob.grad_norm is None
+    square(b).backward()
+    ob.step()
+    assert ob.grad_norm is None
+    tr.accelerate(b, ob, max_grad_norm=0.5, gradients=gradients)  # with state from before
+    assert ob.grad_norm is None
+    ob.step()
+    assert ob.grad_norm > 0
+
+
+@each_row
+@each_gradients
+def test_grad_norm_keeps_its_value_after_the_next_step(row, gradients, device):
+    a, oa, b, ob = clipped_pair(mlp, row, device, 0.5, gradients=gradients)
+    kept = []
+    for _ in range(3):
+        both_clip(a, oa, b, ob, square, 0.5)
+        kept.append((ob.grad_norm, float(ob.grad_norm)))
+    assert all(norm == value for norm, value in kept)
+    assert len({value for _, value in kept}) == 3
+    norm = ob.grad_norm
+    assert norm.ndim == 0 and norm.device.type == device and norm.dtype == torch.float64
+    norm.zero_()  # it is the program's
+    assert ob.grad_norm == kept[-1][1]
+
+
+@each_row
+@each_gradients
+def test_edits_of_max_grad_norm_count_at_once(row, gradients, device):
+    a, oa, b, ob = clipped_pair(mlp, row, device, 0.5, gradients=gradients)
+    assert ob.max_grad_norm == 0.5
+    for max_norm in (0.5, 0.01, None, 0.1, 0, None, None, 1e9, 0.2):
+        ob.max_grad_norm = max_norm
+        last = ob.grad_norm
+        for model, optimizer in ((a, oa), (b, ob)):
+            optimizer.zero_grad()
+            square(model).backward()
+        norm = clipped_step(list(a.parameters()), oa, max_norm)
+        ob.step()
+        torch.testing.assert_close(ob.grad_norm, last if max_norm is None else norm)
+        same(a, b)
+    same_state(oa, ob)
+
+
+@each_row
+def test_set_on_an_optimizer_of_ours_without_accelerate(row, device):
+    native, ours = (parameters(device, torch.float64, plain=True) for _ in "ab")
+    torchs, optimizer = row.native(native, **row.options), row.ours(ours, **row.options)
+    assert optimizer.max_grad_norm is None and optimizer.grad_norm is None
+    optimizer.max_grad_norm = 0.25
+    for step in range(6):
+        set_gradients(native, step, plain=True)
+        set_gradients(ours, step, plain=True)
+        clipped_step(native, torchs, 0.25)
+        optimizer.step()
+    assert worst(ours, native) <= FP64
+
+
+def everything(model, optimizer):
+    """All that a step may change, as copies."""
+    state = optimizer.state_dict()["state"]
+    moments = [v for entries in state.values() for v in entries.values() if v is not None]
+    return values_of([*model.parameters(), *model.buffers(), *moments])
+
+
+@each_row
+@each_gradients
+def test_a_scaler_clips_what_it_has_unscaled(row, gradients, device):
+    a, oa, b, ob = clipped_pair(mlp, row, device, 0.3, gradients=gradients)
+    seen = {a: [], b: []}
+    for model, optimizer in ((a, oa), (b, ob)):
+        scaler = torch.amp.GradScaler(device, init_scale=1024.0, growth_interval=2)
+        for bad in (None, None, math.inf, None, math.nan, None, None):
+            optimizer.zero_grad()
+            scaler.scale(square(model)).backward()
+            if bad is not None:
+                model[0].weight.grad[1, 2] = bad
+            before = everything(model, optimizer)
+            unscaled = [p.grad / scaler.get_scale() for p in model.parameters()]
+            if model is a:
+                scaler.unscale_(optimizer)
+                norm = clip_grad_norm_(model.parameters(), 0.3)
+            scaler.step(optimizer)
+            if model is b:
+                norm = optimizer.grad_norm
+                whole = torch.cat([g.flatten() for g in unscaled])
+                torch.testing.assert_close(norm, whole.norm(), equal_nan=True)
+                assert bad is not None or equal([p.grad for p in b.parameters()], unscaled)
+            assert equal(everything(model, optimizer), before) == (bad is not None)
+            scaler.update()
+            seen[model].append((scaler.get_scale(), float(norm)))
+    assert (
+        [s for s, _ in seen[b]]
+        == [s for s, _ in seen[a]]
+        == [1024, 2048, 1024, 1024, 512, 512, 1024]
+    )
+    assert [n for _, n in seen[b]] == pytest.approx([n for _, n in seen[a]], rel=1e-10, nan_ok=True)
+    assert int(ob.skipped_steps) == 2
+    same(a, b)
+    same_state(oa, ob)
+
+
+@each_gradients
+def test_gradients_that_the_program_has_unscaled_itself(gradients, device):
+    a, oa, b, ob = clipped_pair(mlp, ROWS[1], device, 0.3, gradients=gradients)
+    for model, optimizer in ((a, oa), (b, ob)):
+        scaler = torch.amp.GradScaler(device, init_scale=256.0)
+        for bad in (False, False, True, False):
+            optimizer.zero_grad()
+            scaler.scale(square(model)).backward()
+            if bad:
+                model[0].bias.grad[0] = math.inf
+            scaler.unscale_(optimizer)
+            if model is a:
+                clip_grad_norm_(model.parameters(), 0.3)
+            scaler.step(optimizer)
+            scaler.update()
+    same(a, b)
+    assert int(ob.skipped_steps) == 1
+
+
+@each_row
+@each_gradients
+@pytest.mark.filterwarnings("ignore:TrainStep runs eagerly. the parameters are on the CPU")
+def test_a_train_step_clips_too(row, gradients, device):
+    """On a GPU from the fourth call on as a replay, and anew where clipping starts or stops."""
+    a, oa, b, ob = clipped_pair(mlp, row, device, 0.5, gradients=gradients)
+    step = tr.TrainStep(lambda x: b(x).pow(2).sum(), ob)
+    limits = [*[0.5] * 6, 0.01, 0, 0.3, None, None, 0.2, 0.1]
+    for i, max_norm in enumerate(limits):
+        ob.max_grad_norm = max_norm
+        oa.zero_grad()
+        square(a).backward()
+        norm = clipped_step(list(a.parameters()), oa, max_norm)
+        step(x_of(device))
+        assert step.captured == (device == "cuda") or i not in range(3, 9)
+        if max_norm is not None:
+            torch.testing.assert_close(ob.grad_norm, norm)
+        same(a, b)
+    same_state(oa, ob)
+
+
+@each_row
+@pytest.mark.parametrize("value", [-1, -1e-9, True, False, "1", math.nan, [1.0]], ids=str)
+def test_other_limits_are_refused(row, value, device):
+    model, optimizer = trained(lambda params: row.native(params, **row.options), device)
+    words = [r"max_grad_norm must be a number >= 0 or None, got " + re.escape(repr(value))]
+    refused(model, optimizer, ValueError, words, max_grad_norm=value)
+    assert type(optimizer) is row.native
+
+
+@pytest.mark.cuda
+@each_row
+@each_gradients
+def test_parameters_on_two_devices_are_refused(row, gradients, device):
+    places = [device, "cuda" if device == "cpu" else "cpu"]
+    first, second = params = [nn.Parameter(torch.ones(4, device=place)) for place in places]
+    optimizer = accelerated(row, params, 0.5, gradients=gradients)
+    for p in params:
+        p.grad = torch.ones_like(p)
+    before = values_of(params)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"one device, got .*clip_grad_norm_ instead"):
+            optimizer.step()
+        assert equal(params, before) and optimizer.grad_norm is None
+        assert optimizer.state_dict()["state"] == {}
+    first.grad = None  # then the other's alone is the norm
+    optimizer.step()
+    assert torch.equal(first, before[0]) and not torch.equal(second, before[1])
+    torch.testing.assert_close(optimizer.grad_norm, torch.tensor(2.0, device=places[1]))
+    optimizer.max_grad_norm, first.grad = None, torch.ones_like(first)
+    optimizer.step()
+    assert not torch.equal(first, before[0])
+
+
+def refused_step(model, optimizer, words):
+    before, held = everything(model, optimizer), [p.grad for p in model.parameters()]
+    for _ in range(2):  # the first attempt finds the parameter, the second knows it
+        with pytest.raises(RuntimeError, match=words):
+            optimizer.step()
+        assert equal(everything(model, optimizer), before)
+        assert all(p.grad is g for p, g in zip(model.parameters(), held, strict=True))
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@each_gradients
+def test_a_sparse_gradient_is_refused_by_name(momentum, gradients, device):
+    def make():
+        return nn.Sequential(nn.Embedding(6, 4, sparse=True), nn.Linear(4, 2))
+
+    a, oa, b, ob = pair(
+        make,
+        lambda m: torch.optim.SGD(m.parameters(), 0.05, momentum=momentum),
+        device,
+        max_grad_norm=0.5,
+        gradients=gradients,
+    )
+    tokens = torch.tensor([1, 1, 4], device=device)
+    for model in (a, b):
+        model(tokens).pow(2).sum().backward()
+    refused_step(b, ob, r"max_grad_norm can't be had with 0\.weight.*sparse")
+    for model in (a, b):
+        model.zero_grad()
+        model[1](x_of(device)).pow(2).sum().backward()  # none for the embedding now
+    clipped_step([p for p in a.parameters() if p.grad is not None], oa, 0.5)
+    ob.step()
+    same(a, b)
+    ob.max_grad_norm = None
+    for model, optimizer in ((a, oa), (b, ob)):
+        model.zero_grad()
+        model(tokens).pow(2).sum().backward()
+        optimizer.step()
+    same(a, b)
+
+
+@each_row
+def test_other_parameters_left_to_torch_are_refused_by_name(row, device):
+    gaps = nn.Parameter(torch.ones(4, 6, device=device)[:, ::2])
+    model = nn.ParameterDict({"plain": nn.Parameter(torch.ones(3, device=device)), "gaps": gaps})
+    optimizer = row.native(model.parameters(), **row.options)
+    tr.accelerate(model, optimizer, max_grad_norm=0.5)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    refused_step(model, optimizer, "max_grad_norm can't be had with gaps.*gaps.*by hand")
+
+
+@each_row
+@pytest.mark.parametrize("how", ["deepcopy", "pickle", "torch.save"])
+def test_copies_keep_max_grad_norm(row, how, device):
+    a, oa, b, ob = clipped_pair(mlp, row, device, 0.5)
+    both_clip(a, oa, b, ob, square, 0.5, steps=2)
+    if how == "deepcopy":
+        c, oc = copy.deepcopy((b, ob))
+    elif how == "pickle":
+        c, oc = pickle.loads(pickle.dumps((b, ob)))
+    else:
+        file = io.BytesIO()
+        torch.save((b, ob), file)
+        file.seek(0)
+        c, oc = torch.load(file, weights_only=False)
+    assert oc.max_grad_norm == 0.5
+    ob.max_grad_norm = None  # the copy's is its own
+    both_clip(a, oa, c, oc, square, 0.5, steps=3)
+    same(a, c)
+    same_state(oa, oc)
+
+
+@each_row
+def test_accelerating_again_sets_it_anew(row, device):
+    a, oa, b, ob = clipped_pair(mlp, row, device, 0.5)
+    both_clip(a, oa, b, ob, square, 0.5, steps=2)
+    tr.accelerate(b, ob, max_grad_norm=0.05)
+    both_clip(a, oa, b, ob, square, 0.05, steps=2)
+    tr.accelerate(b, ob)
+    assert ob.max_grad_norm is None
+    for model, optimizer in ((a, oa), (b, ob)):
+        optimizer.zero_grad()
+        square(model).backward()
+        optimizer.step()
+    same(a, b)
+
+
+@each_row
+@each_dtype
+@each_gradients
+def test_two_runs_are_bitwise_equal(row, dtype, gradients, device):
+    runs = []
+    for _ in range(2):
+        params = parameters(device, dtype, plain=True)
+        params.append(nn.Parameter(torch.ones(300_001, dtype=dtype, device=device)))
+        optimizer = accelerated(row, params, 1.0, gradients=gradients)
+        norms = []
+        for step in range(4):
+            scaled_gradients(params, step)
+            optimizer.step()
+            norms.append(optimizer.grad_norm)
+        runs.append([*values_of(params), *norms])
+    assert equal(*runs)
+
+
+def test_more_tensors_than_one_launch_takes_and_large_ones(device):
+    generator = torch.Generator().manual_seed(1)
+    sizes = [2] * 1400 + [70_001, 4096]
+    values = [torch.randn(n, generator=generator, dtype=torch.float64) for n in sizes]
+
+    def set_each(params, step):
+        for i, p in enumerate(params):
+            p.grad = None if (i + step) % 7 == 0 else p.detach() * (step + 1)
+
+    native, ours = native_and_ours(
+        ROWS[1], lambda: [nn.Parameter(v.to(device, copy=True)) for v in values], 0.7, set_each, 3
+    )
+    torch.testing.assert_close(ours[2], native[2], rtol=FP64, atol=0)
+    flat = [[torch.cat([p.detach() for p in run[0]])] for run in (ours, native)]
+    assert worst(*flat) <= FP64
+
+
+@each_row
+def test_packed_gradients_are_clipped_as_they_are_in_the_planes(row, device):
+    a, oa, b, ob = clipped_pair(mlp, row, device, 0.2, gradients="flat")
+    for _ in range(3):
+        for model, optimizer in ((a, oa), (b, ob)):
+            optimizer.zero_grad()
+            square(model).backward()
+        for p in a.parameters():
+            p.grad.mul_(3.0)
+        for plane in ob.pack_gradients():
+            plane.mul_(3.0)
+        norm = clipped_step(list(a.parameters()), oa, 0.2)
+        ob.step()
+        torch.testing.assert_close(ob.grad_norm, norm)
+    same(a, b)
+    same_state(oa, ob)
+
+
+@each_row
+@each_gradients
+def test_with_closures_hooks_and_groups(row, gradients, device):
+    def make_optimizer(model):
+        groups = [{"params": model.a.parameters()}, {"params": model.b.parameters(), "lr": 0.03}]
+        return row.native(groups, **row.options)
+
+    a, oa, b, ob = pair(Two, make_optimizer, device, max_grad_norm=0.4, gradients=gradients)
+    calls, norms = [], []
+    ob.register_step_pre_hook(lambda *_: calls.append("pre"))
+    ob.register_step_post_hook(lambda *_: calls.append(float(ob.grad_norm)))
+
+    def closure(model, optimizer, keys):
+        optimizer.zero_grad()
+        loss = model(x_of(device), keys)
+        loss.backward()
+        if model is a:
+            norms.append(float(clip_grad_norm_(model.parameters(), 0.4)))
+        return loss
+
+    for keys in ("a", "ab", "b", "ab"):
+        losses = [o.step(partial(closure, m, o, keys)) for m, o in ((a, oa), (b, ob))]
+        torch.testing.assert_close(losses[1], losses[0])
+    assert calls[::2] == ["pre"] * 4
+    assert calls[1::2] == pytest.approx(norms, rel=1e-10)
+    same(a, b)
+    same_state(oa, ob)
