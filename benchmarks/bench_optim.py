@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# One optimizer step: torch's foreach and fused against torch_renaissance's gather and flat.
+# One optimizer step: torch's foreach and fused (for LARS timm's, or stand-ins) against ours.
 # Run it as `python benchmarks/bench_optim.py`; README.md beside it says what the columns mean.
 import argparse
 import json
@@ -27,7 +27,6 @@ CUDA_CASES = [
 CPU_CASES = ["mnist_mlp", "cpu_500x1000", "cpu_25m"]
 MEMORY_CASES = ("resnet50", "gpt2_124m")
 LAUNCH_CASES = ("mnist_mlp", "resnet50", "thousand")
-LAUNCHES_OF = ("foreach", "fused", "gather", "flat")
 QUICK_CASES = 3
 FROZEN = {"all": 0.0, "frozen99": 0.99}
 
@@ -68,14 +67,16 @@ def measure(problem: Problem, args: argparse.Namespace, device: torch.device) ->
         timers.release(device)
         us["graph"] = graph_times(problem, rounds, budget, record["notes"])
     record["us"] = us
-    record["ratios"] = {t: over_fused(found) for t, found in us.items()}
+    reference = variants_of.reference_of(problem.optimizer)
+    record["ratios"] = {t: over_reference(found, reference) for t, found in us.items()}
     return record
 
 
 def launches(problem: Problem, notes: list[str]) -> dict:
     """Of a third step: the first two make the state and the hyper-parameters."""
     found = {}
-    for name in LAUNCHES_OF:
+    stock = [n for n in variants_of.stock_of(problem.optimizer) if n != "for-loop"]
+    for name in (*stock, "gather", "flat"):
         step = variants_of.build(problem, name).optimizer.step
         step()
         step()
@@ -87,12 +88,12 @@ def launches(problem: Problem, notes: list[str]) -> dict:
     return found
 
 
-def over_fused(found: dict) -> dict[str, float]:
-    if "fused" not in found:
+def over_reference(found: dict, reference: str) -> dict[str, float]:
+    if reference not in found:
         return {}
-    fused = found["fused"]["median"]
-    rows = [n for n in found if n not in ("fused", "flat pack")]
-    return {n: round(fused / found[n]["median"], 3) for n in rows}
+    taken = found[reference]["median"]
+    rows = [n for n in found if n not in (reference, "flat pack")]
+    return {n: round(taken / found[n]["median"], 3) for n in rows}
 
 
 def percent_of_copy(problem: Problem, record: dict, copy: float) -> dict[str, float]:
@@ -107,9 +108,10 @@ def percent_of_copy(problem: Problem, record: dict, copy: float) -> dict[str, fl
 
 
 def measure_memory(problem: Problem) -> dict:
-    """Peaks of torch's fused and of ours, with everything trained and with 99 % frozen."""
+    """Peaks of the reference and of ours, with everything trained and with 99 % frozen."""
+    names = (variants_of.reference_of(problem.optimizer), "gather")
     return {
-        key: {n: variants_of.step_memory(problem, n, share) for n in ("fused", "gather")}
+        key: {n: variants_of.step_memory(problem, n, share) for n in names}
         for key, share in FROZEN.items()
     }
 
@@ -120,7 +122,7 @@ def measure_memory(problem: Problem) -> dict:
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Time one optimizer step.")
     common.add_arguments(parser)
-    parser.add_argument("--optimizer", default="adamw", choices=variants_of.CLASSES)
+    parser.add_argument("--optimizer", default="adamw", choices=variants_of.OPTIMIZERS)
     dtypes = ("float32", "float64", "bfloat16", "float16")
     parser.add_argument("--dtype", default="float32", choices=dtypes)
     parser.add_argument("--cases", help=f"comma-separated, of: {', '.join(CASES)}")
@@ -143,6 +145,7 @@ def new_record(args: argparse.Namespace, device: torch.device) -> dict:
         "environment": common.environment(device),
         "build": tr.build_info(),
         "key": f"{args.device}/{args.optimizer}/{args.dtype}",
+        "reference": variants_of.reference_of(args.optimizer),
         "settings": {k: getattr(args, k) for k in kept} | {"threads": torch.get_num_threads()},
         "copy_bytes_per_second": timers.copy_bandwidth(device) if args.device == "cuda" else None,
         "cases": {},

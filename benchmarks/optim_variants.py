@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import stock_lars
 import torch
 from shapes import CASES, parameters, split_into_groups
 from timers import Timed, release, synchronize
@@ -22,9 +23,11 @@ STOCK = {
 }
 OURS = {"gather": "gather", "flat": "flat", "flat apart": "flat"}
 CLASSES = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.optim.SGD}
-STATES = {"adamw": 2, "adam": 2, "sgd": 1}
+OPTIMIZERS = (*CLASSES, "lars")
+STATES = {"adamw": 2, "adam": 2, "sgd": 1, "lars": 1}
+NORM_READS = {"lars": 2}  # of weight and gradient, before the update
 CHECK_STEPS = 3
-TOLERANCE = "16 eps x (|fused| + the tensor's largest move)"
+TOLERANCE = "16 eps x (|reference| + the tensor's largest move)"
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,18 @@ class Variant:
     model: nn.Module
 
 
+def stock_of(optimizer: str) -> tuple[str, ...]:
+    return stock_lars.STOCK if optimizer == "lars" else tuple(STOCK)
+
+
+def reference_of(optimizer: str) -> str:
+    """What ratios refer to: the strongest stock option, or for LARS, which torch doesn't have,
+    timm's, or a for-loop like timm's."""
+    if optimizer != "lars":
+        return "fused"
+    return "timm" if stock_lars.HAS_TIMM else "for-loop"
+
+
 def make_problem(case: str, optimizer: str, dtype: torch.dtype, device: torch.device) -> Problem:
     generator = torch.Generator(device).manual_seed(0)
 
@@ -69,19 +84,23 @@ def build(problem: Problem, name: str, capturable: bool = False, frozen: float =
     own = [nn.Parameter(t.clone()) for t in problem.start]
     for p in smallest_but(own, frozen):
         p.requires_grad_(False)
-    options = {"lr": 1e-3, "weight_decay": 1e-2}
-    if problem.optimizer == "sgd":
-        options["momentum"] = 0.9
+    if problem.optimizer == "lars":
+        groups = split_into_groups(problem.case, own, stock_lars.OPTIONS["lr"])
+        optimizer = stock_lars.make(name, groups)
     else:
-        options["capturable"] = capturable
-    groups = split_into_groups(problem.case, own, options["lr"])
-    optimizer = CLASSES[problem.optimizer](groups, **options, **STOCK.get(name, {}))
+        options = {"lr": 1e-3, "weight_decay": 1e-2}
+        if problem.optimizer == "sgd":
+            options["momentum"] = 0.9
+        else:
+            options["capturable"] = capturable
+        groups = split_into_groups(problem.case, own, options["lr"])
+        optimizer = CLASSES[problem.optimizer](groups, **options, **STOCK.get(name, {}))
     model: nn.Module = nn.ParameterList(own)
     if name in OURS:
         model, optimizer = tr.accelerate(model, optimizer, gradients=OURS[name])
     for p, g in zip(own, problem.gradients, strict=True):
         if p.requires_grad:
-            p.grad = g
+            p.grad = g.clone() if name == "timm" else g
     return Variant(own, optimizer, model)
 
 
@@ -101,7 +120,8 @@ def smallest_but(own: list[nn.Parameter], frozen: float) -> list[nn.Parameter]:
 
 def build_all(problem: Problem, capturable: bool = False) -> dict[str, Variant]:
     on_gpu = problem.start[0].is_cuda
-    names = [n for n in (*STOCK, *OURS) if n != "for-loop" or not on_gpu]
+    slow = on_gpu and problem.optimizer != "lars"
+    names = [n for n in (*stock_of(problem.optimizer), *OURS) if not (slow and n == "for-loop")]
     return {n: build(problem, n, capturable) for n in names}
 
 
@@ -115,26 +135,29 @@ def timed_steps(variants: dict[str, Variant]) -> dict[str, Timed]:
 
 
 def bytes_per_parameter(problem: Problem) -> dict[str, int]:
-    """The least a step must move: read gradient, read and write weight and states."""
+    """The least a step must move: read gradient, read and write weight and states; norms first."""
     item = problem.start[0].element_size()
-    step = (3 + 2 * STATES[problem.optimizer]) * item
+    reads = NORM_READS.get(problem.optimizer, 0)
+    step = (3 + 2 * STATES[problem.optimizer] + reads) * item
     ours = {"gather": step, "flat": step + 2 * item, "flat update": step, "flat pack": 2 * item}
-    return dict.fromkeys(STOCK, step) | ours
+    return dict.fromkeys(stock_of(problem.optimizer), step) | ours
 
 
 @torch.no_grad()
 def check(problem: Problem, variants: dict[str, Variant]) -> dict:
-    """Three steps of each, then every variant's parameters against those of torch's fused."""
+    """Three steps of each, then every variant's parameters against those of torch's fused, or for
+    LARS of the for-loop; timm's is left out, since it writes into its gradients."""
+    against = "for-loop" if problem.optimizer == "lars" else "fused"
     for variant in variants.values():
         for _ in range(CHECK_STEPS):
             variant.optimizer.step()
     dtype = problem.start[0].dtype
     epsilon = torch.finfo(dtype).eps
     wide = torch.promote_types(dtype, torch.float32)
-    reference = [p.to(wide) for p in variants["fused"].parameters]
+    reference = [p.to(wide) for p in variants[against].parameters]
     found = {"tolerance": TOLERANCE, "steps": CHECK_STEPS, "largest_difference": {}, "agrees": {}}
     for name, variant in variants.items():
-        if name == "fused":
+        if name in (against, "timm"):
             continue
         worst, excess = [], []
         for p, r, s in zip(variant.parameters, reference, problem.start, strict=True):

@@ -13,6 +13,7 @@ namespace torch_renaissance {
 struct Backend {
   void (*update)(const Update&, const at::Tensor& like) = nullptr;
   void (*norm)(const Norm&, const at::Tensor& like) = nullptr;
+  void (*slot_norms)(const Norm&, const at::Tensor& like) = nullptr;  // of each tensor, besides
   void (*pack)(const Pack&, const at::Tensor& like) = nullptr;
   void (*write)(double* to, at::ArrayRef<double> values, const at::Tensor& like) = nullptr;
   void (*copy)(const Copies&, const at::Tensor& like) = nullptr;

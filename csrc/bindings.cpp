@@ -81,7 +81,7 @@ PYBIND11_MODULE(_C, m) {
   });
   m.def("chunk_table", chunk_table);
   m.def("copy_inputs", copy_inputs);
-  m.def("has_hooks", [](const py::object& tensor) { return has_hooks(unpack(tensor.ptr())); });
+  m.def("has_hooks", [](const py::object& tensor) { return has_hooks(tensor.ptr()); });
   py::class_<Results>(m, "Results").def(py::init<const py::list&>()).def("take", &Results::take);
 #ifdef TR_WITH_CUDA
   m.def("graph_nodes", graph_nodes);
@@ -104,6 +104,7 @@ PYBIND11_MODULE(_C, m) {
       .def("begin_accumulation", &HostStep::begin_accumulation)
       .def("accumulate", &HostStep::accumulate, py::arg("own"), py::arg("prepared") = false)
       .def("accumulated", &HostStep::accumulated)
+      .def("taking_part", &HostStep::taking_part)
       .def("add_accumulated", &HostStep::add_accumulated)
       .def("ready", &HostStep::ready)
       .def("replayed", &HostStep::replayed)

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // optimizer.step() on the host: check that nothing moved, gather gradients, refresh the table of
 // hyper-parameters where a value changed, one launch a device and dtype (two with clipping or a
-// loss scale). A call costs microseconds.
+// loss scale, three under LARS). A call costs microseconds.
 #pragma once
 
 #include <ATen/ops/empty_strided.h>
@@ -57,7 +57,8 @@ struct Launch {
   std::vector<at::Tensor> held;  // planes, steps and chunks, whose addresses `update` has
   std::vector<at::Tensor> packed;
   at::Tensor counters, hyper, chain, partials;
-  at::Tensor scale, found_inf;  // GradScaler's, for the time of a step
+  at::Tensor scale, found_inf;       // GradScaler's, for the time of a step
+  std::vector<int32_t> first_chunk;  // by slot
   Update update;
   std::vector<Slot> slots;
   bool active;                                            // some slot has a gradient
@@ -71,7 +72,11 @@ class HostStep {
   // Where run() finds gradients: in .grad; there, packed meanwhile; or only in the packed planes.
   enum Source { kGather, kPacked, kAccumulated };
 
-  explicit HostStep(const std::string& rule) : adam_(rule == "adam"), hyper_(adam_) {}
+  explicit HostStep(const std::string& rule)
+      : rule_(rule == "adam"   ? Rule::kAdam
+              : rule == "lars" ? Rule::kLars
+                               : Rule::kSgd),
+        hyper_(rule_) {}
 
   // Takes a plan over: groups as lists of parameters, the optimizer's state, what each parameter
   // is (`entries`), those that have no slot unless they get a gradient (`frozen`), and the
@@ -81,6 +86,10 @@ class HostStep {
                 const py::list& entries,
                 const py::list& frozen,
                 const py::list& launches) {
+    std::unordered_set<PyObject*> accumulated;
+    for (const Parameter& p : parameters_) {
+      if (p.accumulated) accumulated.insert(p.object);
+    }
     groups_.clear();
     parameters_.clear();
     state_.clear();
@@ -102,6 +111,7 @@ class HostStep {
     }
     for (const auto& item : launches) add_launch(py::cast<py::dict>(item));
     for (const auto& entry : entries) add_parameter(py::cast<py::dict>(entry));
+    for (Parameter& p : parameters_) p.accumulated = accumulated.count(p.object) != 0;
     std::unordered_set<PyObject*> ours;
     for (const Parameter& p : parameters_) ours.insert(p.object);
     PyObject *key = nullptr, *value = nullptr;
@@ -134,8 +144,8 @@ class HostStep {
     const int answer = source == kAccumulated ? gather_accumulated() : gather();
     if (answer != kDone) return answer;
     const auto scale = scalar(own, grad_scale), inf = scalar(own, found_inf);
-    const bool norms = clips_ || loss_scale.has_value();
-    if (norms) check_one_device(loss_scale);
+    const bool couples = clips_ || loss_scale.has_value(), norms = couples || rule_ == Rule::kLars;
+    if (couples) check_one_device(loss_scale);
     if (source == kPacked) use_packed();
     if (!prepared) hyper_.write(tables_);
 
@@ -222,6 +232,12 @@ class HostStep {
     for (const Parameter& p : parameters_) found.push_back(p.accumulated);
     return found;
   }
+  // Which parameters the last launches had a gradient of.
+  std::vector<bool> taking_part() const {
+    std::vector<bool> found;
+    for (const Parameter& p : parameters_) found.push_back(takes_part(p));
+    return found;
+  }
   void add_accumulated(const std::vector<bool>& found) {
     for (size_t i = 0; i < found.size() && i < parameters_.size(); ++i) {
       parameters_[i].accumulated = parameters_[i].accumulated || found[i];
@@ -238,7 +254,7 @@ class HostStep {
     }
     for (const Parameter& p : parameters_) {
       if (unpack(p.object).unsafeGetTensorImpl()->grad().defined()) return kHasGradients;
-      if (has_hooks(unpack(p.object))) return kHasHooks;
+      if (has_hooks(p.object)) return kHasHooks;
       if (p.launch != kFitsNoLaunch && lacks_state(p)) return kOutdated;
     }
     hyper_.write(tables_);
@@ -322,13 +338,14 @@ class HostStep {
     return launch.hyper.const_data_ptr<double>() + (launch.hyper.size(0) - 1) * kHyperColumns;
   }
 
-  // Whether launch `at` is the last active one of its device.
-  bool ends_step(size_t at) const {
-    for (size_t i = at + 1; i < launches_.size(); ++i) {
-      if (launches_[i].active && launches_[i].counters.is_same(launches_[at].counters))
-        return false;
+  // Whether launch `at` is the first, or the last, active one of its device.
+  bool starts_step(size_t at) const { return !any_beside(at, 0, at); }
+  bool ends_step(size_t at) const { return !any_beside(at, at + 1, launches_.size()); }
+  bool any_beside(size_t at, size_t begin, size_t end) const {
+    for (size_t i = begin; i < end; ++i) {
+      if (launches_[i].active && launches_[i].counters.is_same(launches_[at].counters)) return true;
     }
-    return true;
+    return false;
   }
 
   void check_one_device(const std::optional<LossScale>& loss_scale) const {
@@ -352,7 +369,6 @@ class HostStep {
   }
 
   void find_norm(const std::optional<LossScale>& loss_scale) {
-    bool first = true;
     const bool wide = std::any_of(launches_.begin(), launches_.end(), [](const Launch& l) {
       return l.active && l.update.dtype == ScalarType::kDouble;
     });
@@ -375,12 +391,17 @@ class HostStep {
         n.loss_scale = loss_scale->scale.data_ptr<float>();
         n.growth_tracker = loss_scale->growth_tracker.data_ptr<int32_t>();
       }
-      n.first = first;
+      n.first = starts_step(i);
       n.last = ends_step(i);
       n.wide = wide;
-      first = false;
       chain_ = launch.chain;
-      backend_of(launch.counters).norm(n, launch.counters);
+      const Backend& backend = backend_of(launch.counters);
+      if (rule_ == Rule::kLars) {
+        n.first_chunk = launch.first_chunk.data();
+        backend.slot_norms(n, launch.counters);
+      } else {
+        backend.norm(n, launch.counters);
+      }
     }
   }
 
@@ -411,7 +432,7 @@ class HostStep {
     const auto same = [&](const at::Tensor& t) { return t.is_same(launch.hyper); };
     if (std::none_of(tables_.begin(), tables_.end(), same)) tables_.push_back(launch.hyper);
     Update& u = launch.update;
-    u.rule = adam_ ? Rule::kAdam : Rule::kSgd;
+    u.rule = rule_;
     u.counters = launch.counters.data_ptr<int32_t>();
     u.hyper = launch.hyper.const_data_ptr<double>();
     const auto keep = [&](const py::handle& t) -> const at::Tensor& {
@@ -428,9 +449,18 @@ class HostStep {
       if (!segment["ema"].is_none()) to.ema = keep(segment["ema"]).data_ptr();
       if (!segment["low"].is_none()) to.low = keep(segment["low"]).data_ptr();
       averages_ = averages_ || to.ema != nullptr;
+      if (!segment["norms"].is_none()) {
+        to.norms = reinterpret_cast<SlotNorms*>(keep(segment["norms"]).data_ptr<double>());
+      }
       to.steps = keep(segment["steps"]).data_ptr<float>();
       to.n_slots = static_cast<int32_t>(launch.held.back().numel());
-      u.dtype = scalar_type("step", keep(segment["like"]));
+      const at::Tensor& like = keep(segment["like"]);
+      u.dtype = scalar_type("step", like);
+      int32_t first_chunk = 0;
+      for (const auto& numel : segment["numels"]) {
+        launch.first_chunk.push_back(first_chunk);
+        first_chunk += static_cast<int32_t>(chunks_of(numel.cast<int64_t>(), like.element_size()));
+      }
       const at::Tensor& chunks = keep(segment["chunks"]);
       to.chunks = reinterpret_cast<const Chunk*>(chunks.const_data_ptr());
       to.n_chunks = chunks.size(0);
@@ -479,7 +509,7 @@ class HostStep {
       for (int i = 0; i < u.n_segments; ++i) {
         const Segment& s = u.segments[i];
         found.insert(found.end(), s.planes, s.planes + kMaxPlanes);
-        found.insert(found.end(), {s.ema, s.low, s.steps, s.chunks});
+        found.insert(found.end(), {s.ema, s.low, s.steps, s.norms, s.chunks});
       }
       for (const at::Tensor& plane : launch.packed) found.push_back(plane.const_data_ptr());
     }
@@ -649,7 +679,7 @@ class HostStep {
     }
   }
 
-  const bool adam_;
+  const Rule rule_;
   HyperRows hyper_;
   std::vector<py::object> held_;
   std::vector<std::vector<PyObject*>> groups_;

@@ -10,6 +10,7 @@
 #include "math/chain.h"
 #include "math/hyper.h"
 #include "python_objects.h"
+#include "update.h"
 
 namespace torch_renaissance {
 
@@ -34,7 +35,7 @@ struct LossScale {
 
 class HyperRows {
  public:
-  explicit HyperRows(bool adam) : adam_(adam) {}
+  explicit HyperRows(Rule rule) : rule_(rule) {}
 
   // What a function of the step in `ema_decay` is called with: steps done.
   int64_t ema_calls = 0;
@@ -46,7 +47,10 @@ class HyperRows {
                            *const nesterov = name("nesterov"), *const betas = name("betas"),
                            *const eps = name("eps"), *const amsgrad = name("amsgrad"),
                            *const maximize = name("maximize"),
-                           *const decoupled = name("decoupled_weight_decay");
+                           *const decoupled = name("decoupled_weight_decay"),
+                           *const trust_coefficient = name("trust_coefficient"),
+                           *const max_trust_ratio = name("max_trust_ratio"),
+                           *const lr_in_velocity = name("lr_in_velocity");
     const Py_ssize_t groups = PyList_GET_SIZE(param_groups);
     rows.assign((2 * groups + 1) * kHyperColumns, 0.0);
     planes_needed.assign(groups, 0);
@@ -65,7 +69,7 @@ class HyperRows {
       int flags = 0;
       flags |= truth(group, maximize) ? kMaximize : 0;
       flags |= truth(group, decoupled) ? kDecoupled : 0;
-      if (adam_) {
+      if (rule_ == Rule::kAdam) {
         const py::object pair = py::reinterpret_borrow<py::object>(get(group, betas));
         row[kBeta1] = number(py::object(pair[py::int_(0)]).ptr());
         row[kBeta2] = number(py::object(pair[py::int_(1)]).ptr());
@@ -76,13 +80,21 @@ class HyperRows {
         planes_needed[g] = (flags & kAmsgrad) != 0 ? 3 : 2;
       } else {
         row[kBeta1] = number(get(group, momentum));
-        row[kBeta2] = number(get(group, dampening));
         flags |= truth(group, nesterov) ? kNesterov : 0;
         planes_needed[g] = row[kBeta1] != 0 ? 1 : 0;
+        if (rule_ == Rule::kLars) {
+          row[kBeta2] = number(get(group, trust_coefficient));
+          row[kLogBeta1] = number(get(group, max_trust_ratio));
+          row[kEps] = number(get(group, eps));
+          flags |= kTrust | (truth(group, lr_in_velocity) ? kLrInVelocity : 0);
+        } else {
+          row[kBeta2] = number(get(group, dampening));
+        }
       }
       row[kFlags] = flags;
       std::copy(row, row + kHyperColumns, row + kHyperColumns);
       row[kHyperColumns + kWeightDecay] = 0;
+      row[kHyperColumns + kFlags] = flags & ~kTrust;
     }
   }
 
@@ -142,7 +154,7 @@ class HyperRows {
     return type == at::kFloat || type == at::kDouble;
   }
 
-  const bool adam_;
+  const Rule rule_;
   std::vector<double> written_;
 };
 

@@ -23,10 +23,17 @@ inline const void* data_of(PyObject* tensor) {
   return t.has_storage() ? t.unsafeGetTensorImpl()->data() : nullptr;
 }
 
-// Of a tensor: what register_hook and register_post_accumulate_grad_hook leave behind.
-inline bool has_hooks(const at::Tensor& t) {
-  const auto* meta = torch::autograd::impl::get_autograd_meta(t);
-  return meta != nullptr && (!meta->hooks_.empty() || meta->post_acc_grad_hooks_ != nullptr);
+// Of a tensor: whether Python has hooks on it. torch keeps its side of one that was removed.
+inline bool has_hooks(PyObject* tensor) {
+  const auto* meta = torch::autograd::impl::get_autograd_meta(unpack(tensor));
+  if (meta == nullptr || (meta->hooks_.empty() && meta->post_acc_grad_hooks_ == nullptr)) {
+    return false;
+  }
+  for (const char* key : {"_backward_hooks", "_post_accumulate_grad_hooks"}) {
+    const py::object hooks = py::getattr(tensor, key, py::none());
+    if (!hooks.is_none() && py::len(hooks) > 0) return true;
+  }
+  return false;
 }
 
 inline double number(PyObject* o) {

@@ -27,7 +27,7 @@ class CopyList {
                        !from.is_neg() && !from.is_conj();
     if (!plain) {
       const at::AutoDispatchBelowADInplaceOrView guard;
-      to.copy_(from, /*non_blocking=*/true);
+      to.copy_(from, /*non_blocking=*/false);  // the program may refill its memory at once
       return;
     }
     if (to.const_data_ptr() == from.const_data_ptr()) return;

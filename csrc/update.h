@@ -40,12 +40,24 @@ inline constexpr int kMaxSegments = 16;
 // Slots a launch can take: CUDA kernel arguments hold at most 32,764 bytes.
 inline constexpr int64_t kMaxSlots = 1216;
 
+// Of one tensor, under a rule that needs them: Euclidean norms of weight and gradient, the latter
+// as it lies in memory (scaled, not clipped), and the trust ratio of its last update.
+struct SlotNorms {
+  double weight, grad, ratio;
+};
+
+// Of one chunk: sums of squares.
+struct ChunkSquares {
+  double weight, grad;
+};
+
 // State planes share offsets; a plane that the segment doesn't need is null.
 struct Segment {
   void* planes[kMaxPlanes];
   void* ema;  // averaged weights
   void* low;  // 16-bit copies of the weights
   float* steps;
+  SlotNorms* norms;  // [n_slots]; behind them lie ChunkSquares [n_chunks]
   const Chunk* chunks;
   int64_t n_chunks;
   int32_t first_slot;
@@ -59,7 +71,7 @@ enum Counter : int { kTicket, kSkipped, kAveraged, kCounters };
 // once it has read its counter; whoever draws the last one knows that nobody will read again, and
 // advances all of them. Integer atomics only, so the result doesn't depend on the order.
 
-enum class Rule { kSgd, kAdam };
+enum class Rule { kSgd, kAdam, kLars };
 enum class ScalarType { kFloat, kDouble, kHalf, kBFloat16 };
 
 struct Update {
@@ -100,7 +112,8 @@ struct Norm {
   int n_segments;
   const double* control;
   double* chain;
-  double* partials;  // kNormPartials of each kind
+  double* partials;            // kNormPartials of each kind
+  const int32_t* first_chunk;  // of each slot, in its segment; null unless each has its own norms
   int32_t* counters;
   const float* grad_scale;  // GradScaler's; may be null
   float* loss_scale;        // ours; may be null
@@ -110,5 +123,11 @@ struct Norm {
 };
 
 inline constexpr int kNormPartials = 2048;
+
+// An empty tensor has one empty chunk.
+inline int64_t chunks_of(int64_t numel, int64_t element_size) {
+  const int64_t length = kChunkBytes / element_size;
+  return numel > 0 ? (numel + length - 1) / length : 1;
+}
 
 }  // namespace torch_renaissance

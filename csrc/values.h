@@ -92,6 +92,7 @@ class TensorFacts {
       device_ = t->device();
       dtype_ = t->dtype();
       base_ = base_of(t);
+      version_ = version_of(t);
       strided_ = true;
     } catch (const c10::Error&) {  // nested and others that have no sizes to tell
     }
@@ -108,8 +109,13 @@ class TensorFacts {
             t->sizes() == c10::IntArrayRef(sizes_) && t->strides() == c10::IntArrayRef(strides_));
   }
 
-  bool same_place(const c10::TensorImpl* t) const {
+  bool same_address(const c10::TensorImpl* t) const {
     return !strided_ || (base_of(t) == base_ && t->storage_offset() == offset_);
+  }
+
+  bool same_place(const c10::TensorImpl* t) const {
+    return !strided_ ||
+           (base_of(t) == base_ && t->storage_offset() == offset_ && version_of(t) == version_);
   }
 
   // As in "float32[64, 10] on cuda:0".
@@ -129,6 +135,12 @@ class TensorFacts {
   }
 
  private:
+  // One number on the CPU goes into kernels by value, so its changes in place count.
+  static int64_t version_of(const c10::TensorImpl* t) {
+    const bool counts = t->device().is_cpu() && t->numel() == 1 && t->version_counter().enabled();
+    return counts ? static_cast<int64_t>(t->version_counter().current_version()) : -1;
+  }
+  int64_t version_ = -1;
   static bool is_readable(const c10::TensorImpl* t) {
     return t->has_storage() && !t->has_symbolic_sizes_strides();
   }

@@ -93,7 +93,8 @@ inline std::string Watch::difference(const Tensor& tensor) const {
   if (now.text() != tensor.facts.text()) {
     return of + " was " + tensor.facts.text() + ", is " + now.text();
   }
-  return of + (tensor.facts.same_form(impl) ? " has moved" : " is another kind of tensor");
+  if (!tensor.facts.same_form(impl)) return of + " is another kind of tensor";
+  return of + (tensor.facts.same_address(impl) ? " has another value" : " has moved");
 }
 
 inline std::string Watch::difference(const Sized& sized) const {

@@ -165,6 +165,25 @@ def test_bars_hold_only_where_they_were_set():
     assert names[0] == "cpu_25m: fused / ours, b2b"
 
 
+def test_bars_of_lars():
+    key = "cuda/lars/float32"
+    lars = {
+        "key": key,
+        "reference": "for-loop",
+        "settings": {"device": "cuda"},
+        "ratios": {f"{key}/resnet50/graph/gather": 19.0},
+        "cases": {
+            "resnet50": {"launches": {"gather": {"kernel": 3}}},
+            "gpt2_124m": {"percent_of_copy": {"gather": 81.0}},
+        },
+    }
+    assert {b["name"]: b["holds"] for b in optim_report.evaluate_bars(lars)} == {
+        "resnet50: for-loop / ours, graph": False,
+        "resnet50: kernels of one step": True,
+        "gpt2_124m: % of copy bandwidth, gather": True,
+    }
+
+
 @pytest.fixture
 def one_thread():
     threads = torch.get_num_threads()
@@ -172,7 +191,9 @@ def one_thread():
     torch.set_num_threads(threads)
 
 
-@pytest.mark.parametrize("optimizer, allowed, status", [("adamw", [], 0), ("sgd", ["50"], 1)])
+@pytest.mark.parametrize(
+    "optimizer, allowed, status", [("adamw", [], 0), ("sgd", ["50"], 1), ("lars", [], 0)]
+)
 def test_benchmark_runs_agrees_and_compares(
     optimizer, allowed, status, one_thread, tmp_path, monkeypatch
 ):

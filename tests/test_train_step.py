@@ -254,6 +254,8 @@ def with_extras(model):
             "every second": x[:, ::2],
             "empty": out[:0],
             "best": out.argmax(),
+            "on the CPU": torch.tensor([1.0, 2.0]),
+            "a number on the CPU": torch.tensor(len(x)),
             "is large": out > 0,
             "no tensor": [None, 3, "text", 0.5, (out.mean(),)],
             "pair": Pair(out.float(), x),

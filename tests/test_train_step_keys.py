@@ -875,23 +875,23 @@ def with_out(model):
 def test_autocast_of_the_program(row, device):
     """A model in float32; the dtype of what it returns tells whether autocast was on."""
     twins = Twins(mlp, row, with_out, device, torch.float32)
-    batches = noises(40, 6, 4, device=device, dtype=torch.float32)
-    loose = {"rtol": 3e-2, "atol": 3e-2}  # rounding to bfloat16 may fall to the other side
-    results = twins.run(batches[:6], **loose)
-    assert {out.dtype for _, (out, _) in results} == {torch.float32}
+    batches = iter(noises(40, 6, 4, device=device, dtype=torch.float32))
+
+    def run(n, dtype):
+        for _ in range(n):  # entered for each step: torch's cast weights are kept until it is left
+            with torch.autocast(device, dtype, enabled=dtype is not torch.float32):
+                # Rounding to 16 bits may fall to the other side.
+                ((_, (out, _)),) = twins.run([next(batches)], rtol=3e-2, atol=3e-2)
+            assert out.dtype == dtype
+
+    run(6, torch.float32)
     twins.check_replays(True, True, True)
     for dtype in (torch.bfloat16, torch.float16):
-        with torch.autocast(device, dtype):
-            results = twins.run(batches[6:11], **loose)
-        assert {out.dtype for _, (out, _) in results} == {dtype}
+        run(5, dtype)
         twins.check_replays(False, True, True, True, True)
-    results = twins.run(batches[11:13], **loose)
-    assert {out.dtype for _, (out, _) in results} == {torch.float32}
-    twins.check_replays(True, True)
-    with torch.autocast(device, torch.bfloat16):
-        results = twins.run(batches[13:15], **loose)
-    assert {out.dtype for _, (out, _) in results} == {torch.bfloat16}
-    twins.check_replays(True, True)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        run(2, dtype)
+        twins.check_replays(True, True)
 
 
 def test_weights_are_cast_anew_under_autocast(device):
@@ -1158,3 +1158,26 @@ def test_a_gradient_left_over_is_added_to(device):
     twins.check_replays(True)
     assert len(messages) == (device == "cuda")
     twins.check()
+
+
+def test_a_decay_of_the_averages_counts_steps(device):
+    """A function of the number of steps; replays that were refused are no steps."""
+    runs = []
+    for warmup in (10**9, WARMUP):
+        torch.manual_seed(0)
+        model = mlp().to(device, torch.float64)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+        tr.accelerate(model, optimizer, ema_decay=lambda n: n / (n + 2))
+        step = tr.TrainStep(mean_square(model), optimizer, warmup=warmup)
+        with fallbacks(device):
+            for i, (x,) in enumerate(noises(24, 6, 4, device=device)):
+                if i in (6, 9):
+                    model(x).sum().backward()  # left over
+                if i == 12:
+                    hook = model[0].weight.register_post_accumulate_grad_hook(lambda p: None)
+                if i == 15:
+                    hook.remove()
+                step(x)
+        runs.append(tr.Ema(model, optimizer).state_dict())
+    for name, average in runs[0].items():
+        close(runs[1][name], average, name)

@@ -12,10 +12,12 @@ from torch.utils import _pytree as pytree
 from . import graphs
 from ._ops import _C
 
+PLAIN = (Tensor, int, float, complex, bool, str, type(None), torch.dtype, torch.device)
+
 
 def flatten(batch: tuple) -> tuple[tuple, pytree.TreeSpec | None]:
     """The leaves of a call's arguments; no spec where they are leaves themselves."""
-    if all(isinstance(a, (Tensor, int, float, bool, str, type(None))) for a in batch):
+    if all(isinstance(a, PLAIN) for a in batch):
         return batch, None
     leaves, spec = pytree.tree_flatten(batch)
     return tuple(leaves), spec
@@ -84,8 +86,8 @@ class Captured:
             self._nodes = graphs.nodes(self.graph)
         return self._nodes
 
-    def close(self) -> None:
-        self.graph.reset()
+    def close(self, pool: graphs.Pool) -> None:
+        pool.release(self.graph)
         self.key.watch.release()
         self.loss_and_extras, self._results, self.inputs = [], None, ()
 

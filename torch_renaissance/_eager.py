@@ -4,15 +4,15 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from . import _watch, amp
-from ._captured import unflatten
+from ._captured import PLAIN, unflatten
 from ._ops import _C
 from .graphs import CaptureError, RandomState
 
@@ -94,9 +94,8 @@ class Eager:
         had_gradients = any(p.grad is not None for p in params)
         done = False
         try:
-            outputs, rebuild = self._forward_backward(unflatten(leaves, spec))
-            if prepared:
-                self._check_outsiders(params)
+            with self._watching_outsiders(prepared):
+                outputs, rebuild = self._forward_backward(unflatten(leaves, spec))
             self._update(prepared)
             done = True
         finally:
@@ -131,7 +130,7 @@ class Eager:
             if not has_extras:
                 return loss
             rest = iter(rest)
-            filled = [next(rest) if isinstance(leaf, Tensor) else leaf for leaf in others]
+            filled = [next(rest) if leaf is _PLACE else leaf for leaf in others]
             return loss, pytree.tree_unflatten(filled, spec)
 
         # Tensors stand for themselves only by their place, so that no graph of autograd is kept.
@@ -207,23 +206,44 @@ class Eager:
         for p in params:
             p.grad = None
 
-    def _check_outsiders(self, params: list[Tensor]) -> None:
-        """Gradients of parameters in no group would be overwritten, not added to, by replays."""
-        known = set(params)
+    def _outsiders(self) -> dict[Tensor, str]:
+        """Parameters that no optimizer of ours steps: a replay would overwrite their gradients
+        instead of adding to them."""
+        known = set(self._params())
+        found = _watch.look_into(self._original)
+        named = {t: name for t, name in found.tensors.items() if t.requires_grad and t.is_leaf}
         for module, name in _watch.all_modules(self._roots()).items():
             for key, p in module._parameters.items():
-                if p is not None and p.is_leaf and p not in known and p.grad is not None:
-                    p.grad = None
-                    raise CaptureError(
-                        f"{name}.{key} gets a gradient but isn't in the optimizer; "
-                        "requires_grad_(False) would keep it from one"
-                    )
+                if p is not None and p.is_leaf:
+                    named.setdefault(p, f"{name}.{key}")
+        return {p: name for p, name in named.items() if p not in known}
+
+    @contextmanager
+    def _watching_outsiders(self, prepared: bool) -> Iterator[None]:
+        outsiders = self._outsiders() if prepared else {}
+        gradients = {p: p.grad for p in outsiders}
+        self._forget_gradients(list(outsiders))
+        try:
+            yield
+            touched = [name for p, name in outsiders.items() if p.grad is not None]
+        finally:
+            for p, grad in gradients.items():
+                p.grad = grad
+        if touched:
+            raise CaptureError(
+                f"{touched[0]} gets a gradient but isn't in the optimizer; requires_grad_(False) "
+                "would keep it from one"
+            )
 
     # -- inputs ----------------------------------------------------------------------------------
 
     def static_input(self, leaf: object) -> Tensor | None:
         """Memory of a graph's own for one tensor of the batch, on the device."""
         if not isinstance(leaf, Tensor):
+            if not isinstance(leaf, PLAIN):
+                raise CaptureError(
+                    f"a batch with a {type(leaf).__name__}, whose contents may change"
+                )
             return None
         if type(leaf) is not Tensor or leaf.requires_grad or leaf.layout != torch.strided:
             raise CaptureError(f"a batch with a {type(leaf).__name__} that isn't plain data")

@@ -17,6 +17,7 @@ from torch.optim import optimizer as _optimizer
 from ._ops import _C
 
 _VALUES = (int, float, complex, bool, str, type(None), torch.dtype, torch.device)
+_KEPT = (Tensor, nn.Module, FunctionType, list, tuple, dict)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _GLOBAL_HOOKS = (
     "_global_forward_hooks",
@@ -26,6 +27,7 @@ _GLOBAL_HOOKS = (
 )
 _KNOWN = ("torch", "torchvision", "torch_renaissance")  # packages whose code is trusted
 _DEPTH = 4  # functions that call functions
+_LONGEST = 64  # entries of a container that are looked at
 
 
 @dataclass
@@ -35,6 +37,8 @@ class Found:
     modules: dict[nn.Module, str] = field(default_factory=dict)
     cells: list[tuple[object, str]] = field(default_factory=list)
     items: list[tuple[dict, str, str]] = field(default_factory=list)
+    containers: list[tuple[dict, str]] = field(default_factory=list)
+    tensors: dict[Tensor, str] = field(default_factory=dict)
     functions: set[Callable] = field(default_factory=set)
 
 
@@ -62,10 +66,23 @@ def _look(value: object, name: str, found: Found, depth: int) -> None:
         elif depth and value not in found.functions and not _is_torchs(value):
             found.functions.add(value)
             _look_into_function(value, name, found, depth)
-    elif isinstance(value, (list, tuple)):
-        for part in value:
-            if isinstance(part, nn.Module):
-                found.modules.setdefault(part, name)
+    elif isinstance(value, (list, tuple, dict)):
+        _look_into_container(value, name, found, depth)
+    elif isinstance(value, Tensor):
+        found.tensors.setdefault(value, name)
+    elif not isinstance(value, (*_VALUES, ModuleType, type)):
+        call = type(value).__call__ if callable(value) else None
+        if isinstance(call, FunctionType) and not _is_torchs(type(value)):
+            _look(MethodType(call, value), name, found, depth)
+
+
+def _look_into_container(value: list | tuple | dict, name: str, found: Found, depth: int) -> None:
+    if isinstance(value, dict) and depth:
+        found.containers.append((value, name))
+    if len(value) <= _LONGEST and depth:
+        parts = value.items() if isinstance(value, dict) else enumerate(value)
+        for key, part in parts:
+            _look(part, f"{name}[{key!r}]", found, depth - 1)
 
 
 def _look_into_function(function: FunctionType, name: str, found: Found, depth: int) -> None:
@@ -83,7 +100,7 @@ def _look_into_function(function: FunctionType, name: str, found: Found, depth: 
         if variable in function.__globals__:
             content = function.__globals__[variable]
             where = f"the global {variable!r}"
-            if isinstance(content, (*_VALUES, Tensor, nn.Module, FunctionType)):
+            if isinstance(content, (*_VALUES, *_KEPT)):
                 found.items.append((function.__globals__, variable, f"the globals of {name}"))
             _look_at(content, function, where, found, depth)
     for default in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
@@ -91,13 +108,11 @@ def _look_into_function(function: FunctionType, name: str, found: Found, depth: 
 
 
 def _look_at(content: object, function: FunctionType, where: str, found: Found, depth: int) -> None:
-    known = isinstance(
-        content, (nn.Module, FunctionType, MethodType, functools.partial, list, tuple)
-    )
-    if known:
+    if isinstance(content, (*_KEPT, MethodType, functools.partial)):
         _look(content, where, found, depth - 1)
-    elif not isinstance(content, (*_VALUES, Tensor, ModuleType, type)):
+    elif not isinstance(content, (*_VALUES, ModuleType, type)):
         _look_into_object(content, function, where, found, depth)
+        _look(content, where, found, depth - 1)
 
 
 def _look_into_object(
@@ -112,11 +127,17 @@ def _look_into_object(
     attributes = vars(owner)
     if not isinstance(attributes, dict):
         return
-    for attribute in sorted(set(_names(function.__code__)) & attributes.keys()):
+    for attribute in sorted(set(_names(function.__code__))):
+        if attribute not in attributes:
+            method = getattr(type(owner), attribute, None)
+            method = method.fget if isinstance(method, property) else method
+            if isinstance(method, FunctionType) and depth:
+                _look(MethodType(method, owner), f"{name}.{attribute}", found, depth - 1)
+            continue
         content = attributes[attribute]
-        if isinstance(content, (*_VALUES, Tensor, nn.Module)):
+        if isinstance(content, (*_VALUES, *_KEPT)):
             found.items.append((attributes, attribute, name))
-        _look(content, f"{name}.{attribute}", found, depth - 1)
+        _look_at(content, function, f"{name}.{attribute}", found, depth - 1)
 
 
 def _names(code: CodeType) -> Iterator[str]:
@@ -151,6 +172,9 @@ def watch(found: Found, modules: dict[nn.Module, str], optimizer: torch.optim.Op
         w.add_cell(cell, name)
     for owner, key, name in found.items:
         w.add_item(owner, key, name)
+    for container, name in found.containers:
+        w.add_dict(container, name)
+    w.add_item(vars(optimizer), "step", "the optimizer")
     for key in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
         w.add_dict(vars(optimizer)[key], f"the optimizer's {key}")
     for owner in (_optimizer._global_optimizer_pre_hooks, _optimizer._global_optimizer_post_hooks):

@@ -17,6 +17,7 @@ _OURS = {
     torch.optim.Adam: optim.Adam,
     torch.optim.AdamW: optim.AdamW,
 }
+_SUPPORTED = (*_OURS, *_OURS.values(), optim.LARS)
 GRADIENTS = ("gather", "flat")
 
 
@@ -87,7 +88,7 @@ def accelerate(
 def _check(model, optimizer, decay_bias_like, gradients) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"accelerate: model must be an nn.Module, got {type(model).__name__}")
-    if type(optimizer) not in (*_OURS, *_OURS.values()):
+    if type(optimizer) not in _SUPPORTED:
         raise TypeError(
             f"accelerate: {type(optimizer).__name__} is not supported; pass torch.optim.SGD, Adam "
             "or AdamW (not a subclass), or one of tr.optim's"

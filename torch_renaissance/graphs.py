@@ -9,6 +9,7 @@ import random
 import sys
 import traceback
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -69,6 +70,7 @@ class Pool:
         self.device = device
         self.handle = torch.cuda.graph_pool_handle()
         self.stream = torch.cuda.Stream(device)
+        self._graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
 
     def bytes(self) -> int:
         """What the pool holds of the device's memory."""
@@ -84,6 +86,8 @@ class Pool:
                 of the attempt is left on streams and in memory.
         """
         randoms = RandomState(self.device)
+        if not self._graphs:  # torch takes no pool again that its last graph has left
+            self.handle = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph(keep_graph=True)
         current = torch.cuda.current_stream(self.device)
         torch.cuda.synchronize(self.device)
@@ -100,18 +104,24 @@ class Pool:
             if drawn:
                 raise CaptureError(f"it draws from {drawn} on the host, once and for all replays")
             graph.instantiate()
-        except Exception as error:
+        except BaseException as error:
             graph.reset()
             randoms.restore()
             torch.cuda.synchronize(self.device)
-            if isinstance(error, CaptureError):
+            if isinstance(error, CaptureError) or not isinstance(error, Exception):
                 raise
             why = describe(error)
             # Its frames hold the autograd graph of the attempt, which must not outlive it.
             traceback.clear_frames(error.__traceback__)
             raise CaptureError(why) from None
         current.wait_stream(self.stream)
+        self._graphs.add(graph)
         return graph, value
+
+    def release(self, graph: torch.cuda.CUDAGraph) -> None:
+        """Frees what only this graph has of the pool."""
+        self._graphs.discard(graph)
+        graph.reset()
 
     def _finish(self, graph: torch.cuda.CUDAGraph) -> None:
         try:
@@ -127,11 +137,17 @@ class Pool:
             self._clean_up()
 
     def _clean_up(self) -> None:
-        """torch leaves its allocator and its generator in the middle of a capture that failed."""
+        """torch leaves its allocator and its generator in the middle of a capture that failed. A
+        small one that succeeds brings the generator out of it."""
         torch._C._cuda_endAllocateToPool(self.device.index, self.handle)
         torch._C._cuda_releasePool(self.device.index, self.handle)
-        generator = torch.cuda.default_generators[self.device.index]
-        generator.graphsafe_set_state(generator.clone_state())
+        number = torch.zeros((), device=self.device)
+        self.stream.wait_stream(torch.cuda.default_stream(self.device))
+        repair = torch.cuda.CUDAGraph()
+        repair.capture_begin(capture_error_mode="thread_local")
+        number.add_(1)
+        repair.capture_end()
+        repair.reset()
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
@@ -130,7 +131,7 @@ class Block:
         self.slots = list(slots)
         first = self.slots[0].param
         self.device, self.dtype = first.device, first.dtype
-        numels = [s.param.numel() for s in slots]
+        self.numels = numels = [s.param.numel() for s in slots]
         self.offsets, self.size = layout(numels, first.element_size())
         self.planes: dict[Plane, Tensor] = {}
         for plane in planes:
@@ -141,6 +142,7 @@ class Block:
             table = table.pin_memory()
         self.chunks = table.to(self.device, non_blocking=True)
         self.like = torch.empty(0, dtype=self.dtype, device=self.device)
+        self.norms: Tensor | None = None
 
     def add(self, plane: Plane, dtype: torch.dtype | None = None) -> None:
         dtype = dtype or self.dtype
@@ -150,6 +152,16 @@ class Block:
             memory = torch.zeros(self.size + spare, dtype=dtype, device=self.device)
             start = -memory.data_ptr() % ALIGNMENT // dtype.itemsize
             self.planes[plane] = memory[start : start + self.size]
+
+    def add_norms(self) -> None:
+        """Room for each slot's norms and ratio, and for the sums of squares of each chunk."""
+        if self.norms is None:
+            size = 3 * len(self.slots) + 2 * len(self.chunks)
+            self.norms = torch.full((size,), math.nan, dtype=torch.float64, device=self.device)
+
+    def ratios(self) -> Tensor:
+        """A copy of the slots' trust ratios, float32 [n_slots]; NaN before the first update."""
+        return self.norms[2 : 3 * len(self.slots) : 3].float()
 
     def has(self, slot: Slot) -> bool:
         return slot.home is self or slot.block is self

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable
 
@@ -16,6 +17,14 @@ from ._ops import _C, build_info
 
 _KEYS = 16  # that are waiting to be captured
 _IDLE = 100  # calls after which a graph may make room for another
+
+
+def _levels() -> int:
+    """Of the stack, up to the program's call: what `warnings.warn` wants to know."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(__package__):
+        level, frame = level + 1, frame.f_back
+    return level
 
 
 class TrainStep:
@@ -200,13 +209,13 @@ class TrainStep:
                 self._misses = 0
                 return key
         alike = [k for k in self._keys if k.signature.fits(leaves)]
-        changed = alike[-1].watch.difference() if alike else None
-        self._misses = self._misses + 1 if changed else 0
+        changed = alike[-1].watch.difference() if alike else "the arguments"
+        self._misses += 1
         found = _watch.look_into(self._loss_fn)
         watch = _watch.watch(found, modules, self._optimizer)
         key = Key(leaves, spec, watch, self._eager.accumulates)
-        if self._misses > self._warmup + 2:
-            key.failed = f"it changes at every step: {changed}"
+        if self._misses > self._warmup + 5:
+            key.failed = "something is new at every step" + (f": {changed}" if changed else "")
         self._keys = [*self._keys[-_KEYS:], key]
         return key
 
@@ -228,7 +237,7 @@ class TrainStep:
             raise graphs.CaptureError(f"TrainStep: the step can't be captured: {reason}")
         if reason not in self._warned:
             self._warned.add(reason)
-            warnings.warn(f"TrainStep runs eagerly: {reason}", stacklevel=4)
+            warnings.warn(f"TrainStep runs eagerly: {reason}", stacklevel=_levels())
 
     def _use(self, captured: Captured) -> None:
         self._graphs = [captured, *(g for g in self._graphs if g is not captured)]
@@ -237,7 +246,7 @@ class TrainStep:
     def _drop(self, captured: Captured) -> None:
         self._graphs = [g for g in self._graphs if g is not captured]
         self._current = None if self._current is captured else self._current
-        captured.close()
+        captured.close(self._pool)
 
     # -- capture ---------------------------------------------------------------------------------
 
@@ -298,7 +307,6 @@ class TrainStep:
         inputs = tuple(eager.static_input(leaf) for leaf in leaves)
         _C.copy_inputs(inputs, leaves)
         given = tuple(leaf if s is None else s for s, leaf in zip(inputs, leaves, strict=True))
-        before = plan.host.accumulated()
         try:
             graph, (outputs, rebuild) = self._pool.capture(
                 lambda: eager.captured_work(given, key.spec)
@@ -309,14 +317,11 @@ class TrainStep:
         changed = key.watch.difference()
         if changed:
             key.watch.restore()
-            graph.reset()
+            self._pool.release(graph)
             raise graphs.CaptureError(f"running it changes Python's state: {changed}")
         parts = eager.scale_parts()
         scale = parts and parts[0]
-        now = plan.host.accumulated()
-        touched = (
-            [n and not b for n, b in zip(now, before, strict=True)] if not any(before) else now
-        )
+        touched = plan.host.taking_part()
         return Captured(key, graph, inputs, outputs, rebuild, plan.host.generation, scale, touched)
 
     # -- for the program -------------------------------------------------------------------------
@@ -347,11 +352,11 @@ class TrainStep:
     def reset(self) -> None:
         """Frees the graphs and their memory. The next calls warm up and capture anew."""
         for captured in self._graphs:
-            captured.close()
+            captured.close(self._pool)
         for key in self._keys:
             key.watch.release()
         self._graphs, self._keys, self._current, self._pool = [], [], None, None
-        self._misses = 0
+        self._misses, self.captured = 0, False
         if self._eager.device.type == "cuda":
             torch.cuda.synchronize(self._eager.device)
             torch._C._cuda_clearCublasWorkspaces()  # some were made inside of the captures

@@ -8,6 +8,7 @@ namespace torch_renaissance {
 
 void update_cpu(const Update& u);
 void norm_cpu(const Norm& n);
+void lars_norms_cpu(const Norm& n);
 void pack_cpu(const Pack& p);
 
 }  // namespace torch_renaissance

@@ -10,6 +10,7 @@
 
 #include "../math/adam.h"
 #include "../math/chain.h"
+#include "../math/lars.h"
 #include "../math/lerp.h"
 #include "../math/sgd.h"
 #include "kernels.h"
@@ -106,6 +107,8 @@ TR_SPANS(AdamRule, 2, adam)
 TR_SPANS(AdamRule, 3, amsgrad)
 TR_SPANS(SgdRule, 0, sgd)
 TR_SPANS(SgdRule, 1, momentum)
+TR_SPANS(LarsRule, 0, lars)
+TR_SPANS(LarsRule, 1, lars_momentum)
 
 template <typename R, typename scalar_t>
 using Span = void (*)(const typename R::template Scalars<opmath_t<scalar_t>>&,
@@ -185,6 +188,22 @@ struct Extras {
   }
 };
 
+// Of one slot; LARS keeps the ratio for whoever asks.
+template <typename R>
+typename R::Correction correction(const Update& u,
+                                  const Segment& segment,
+                                  int32_t slot,
+                                  const Hyper& h) {
+  if constexpr (std::is_same_v<R, LarsRule>) {
+    const double scale = u.grad_scale != nullptr ? *u.grad_scale : 1.0;
+    const double multiplier = u.chain[kMultiplier] / scale;
+    const SlotNorms& n = segment.norms[slot];
+    return R::correction(h, n.weight, n.grad * std::fabs(multiplier));
+  } else {
+    return R::correction(h, segment.steps[slot] + 1.0);
+  }
+}
+
 template <typename R, typename scalar_t>
 void update(const Update& u, Span<R, scalar_t> with_all_planes, Span<R, scalar_t> without_last) {
   using T = opmath_t<scalar_t>;
@@ -210,7 +229,7 @@ void update(const Update& u, Span<R, scalar_t> with_all_planes, Span<R, scalar_t
       const Slot& slot = u.slots[segment->first_slot + chunk->slot];
       if (&slot != current) {
         const Hyper h = read_hyper(u.hyper + slot.row * kHyperColumns);
-        scalars = R::template scalars<T>(h, R::correction(h, segment->steps[chunk->slot] + 1.0));
+        scalars = R::template scalars<T>(h, correction<R>(u, *segment, chunk->slot, h));
         current = &slot;
       }
       memory_t<scalar_t>* planes[kMaxPlanes];
@@ -237,10 +256,32 @@ void update(const Update& u, Span<R, scalar_t> with_all_planes, Span<R, scalar_t
     for (int32_t s = 0; s < segment.n_slots; ++s) {
       const Slot& slot = u.slots[segment.first_slot + s];
       if (slot.grad == nullptr) continue;
-      segment.steps[s] += R::counts(read_hyper(u.hyper + slot.row * kHyperColumns));
+      const Hyper h = read_hyper(u.hyper + slot.row * kHyperColumns);
+      if constexpr (std::is_same_v<R, LarsRule>) {
+        segment.norms[s].ratio = correction<R>(u, segment, s, h).ratio;
+      }
+      segment.steps[s] += R::counts(h);
     }
   }
 }
+
+#define TR_UPDATE(NAME, RULE, WITH_ALL_PLANES, WITHOUT_LAST)                             \
+  void NAME(const Update& u) {                                                           \
+    switch (u.dtype) {                                                                   \
+      case ScalarType::kFloat:                                                           \
+        return update<RULE, float>(u, WITH_ALL_PLANES##_float, WITHOUT_LAST##_float);    \
+      case ScalarType::kDouble:                                                          \
+        return update<RULE, double>(u, WITH_ALL_PLANES##_double, WITHOUT_LAST##_double); \
+      case ScalarType::kHalf:                                                            \
+        return update<RULE, c10::Half>(u, WITH_ALL_PLANES##_half, WITHOUT_LAST##_half);  \
+      case ScalarType::kBFloat16:                                                        \
+        return update<RULE, c10::BFloat16>(                                              \
+            u, WITH_ALL_PLANES##_bfloat16, WITHOUT_LAST##_bfloat16);                     \
+    }                                                                                    \
+  }
+TR_UPDATE(update_adam, AdamRule, amsgrad, adam)
+TR_UPDATE(update_sgd, SgdRule, momentum, sgd)
+TR_UPDATE(update_lars, LarsRule, lars_momentum, lars)
 
 }  // namespace
 
@@ -250,23 +291,15 @@ void update_cpu(const Update& u) {
     u.counters[kSkipped] += u.counts_skips;
     return;
   }
-  const bool adam = u.rule == Rule::kAdam;
-  switch (u.dtype) {
-    case ScalarType::kFloat:
-      adam ? update<AdamRule, float>(u, amsgrad_float, adam_float)
-           : update<SgdRule, float>(u, momentum_float, sgd_float);
+  switch (u.rule) {
+    case Rule::kSgd:
+      update_sgd(u);
       break;
-    case ScalarType::kDouble:
-      adam ? update<AdamRule, double>(u, amsgrad_double, adam_double)
-           : update<SgdRule, double>(u, momentum_double, sgd_double);
+    case Rule::kAdam:
+      update_adam(u);
       break;
-    case ScalarType::kHalf:
-      adam ? update<AdamRule, c10::Half>(u, amsgrad_half, adam_half)
-           : update<SgdRule, c10::Half>(u, momentum_half, sgd_half);
-      break;
-    case ScalarType::kBFloat16:
-      adam ? update<AdamRule, c10::BFloat16>(u, amsgrad_bfloat16, adam_bfloat16)
-           : update<SgdRule, c10::BFloat16>(u, momentum_bfloat16, sgd_bfloat16);
+    case Rule::kLars:
+      update_lars(u);
       break;
   }
   if (u.control != nullptr && u.ends_step) u.counters[kAveraged] += 1;

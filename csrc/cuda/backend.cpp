@@ -23,6 +23,11 @@ struct Cuda {
     const c10::cuda::CUDAGuard guard(like.device());
     C10_CUDA_CHECK(norm_cuda(n, c10::cuda::getCurrentCUDAStream()));
   }
+  static void slot_norms(const Norm& n, const at::Tensor& like) {
+    check_slots(n.n_slots);
+    const c10::cuda::CUDAGuard guard(like.device());
+    C10_CUDA_CHECK(lars_norms_cuda(n, c10::cuda::getCurrentCUDAStream()));
+  }
   static void pack(const Pack& p, const at::Tensor& like) {
     check_slots(p.n_slots);
     const c10::cuda::CUDAGuard guard(like.device());
@@ -48,7 +53,8 @@ bool capturing() {
 }
 
 const bool registered = [] {
-  cuda_backend = {Cuda::update, Cuda::norm, Cuda::pack, Cuda::write, Cuda::copy, capturing};
+  cuda_backend = {
+      Cuda::update, Cuda::norm, Cuda::slot_norms, Cuda::pack, Cuda::write, Cuda::copy, capturing};
   return true;
 }();
 

@@ -13,6 +13,7 @@ cudaError_t update_cuda(const Update& u, cudaStream_t stream);
 cudaError_t update_with_extras_cuda(const Update& u, cudaStream_t stream);
 
 cudaError_t norm_cuda(const Norm& n, cudaStream_t stream);
+cudaError_t lars_norms_cuda(const Norm& n, cudaStream_t stream);  // two launches
 
 cudaError_t copy_cuda(const Copies& c, cudaStream_t stream);
 

@@ -2,8 +2,11 @@
 // The kernel of the optimizer update: one block a chunk, all groups and tensors in one launch.
 #pragma once
 
+#include <type_traits>
+
 #include "../math/chain.h"
 #include "../math/hyper.h"
+#include "../math/lars.h"
 #include "../math/lerp.h"
 #include "vector.cuh"
 
@@ -65,6 +68,22 @@ __device__ void advance_steps(const Arguments& a) {
       }
     }
   }
+}
+
+// LARS: from the norms of the slot, whose gradient the update unscales and clips by `multiplier`.
+// The slot's first block keeps the ratio for whoever asks.
+template <typename Arguments>
+__device__ LarsRule::Correction lars_correction(const Arguments& a,
+                                                const Hyper& h,
+                                                const Chunk& chunk,
+                                                SlotNorms& norms,
+                                                bool keeps) {
+  const double scale = a.grad_scale != nullptr ? *a.grad_scale : 1.0;
+  const double multiplier = a.chain[kMultiplier] / scale;
+  const LarsRule::Correction c =
+      LarsRule::correction(h, norms.weight, norms.grad * std::fabs(multiplier));
+  if (keeps && chunk.start == 0) norms.ratio = c.ratio;
+  return c;
 }
 
 // Elements i * N to (i + 1) * N of a chunk. PLAIN: the usual case of the rule, no GradScaler.
@@ -172,11 +191,18 @@ __global__ void __launch_bounds__(kThreads, EXTRAS ? kBlocksWithExtras : kBlocks
   if (threadIdx.x == 0) {
     const Hyper h = read_hyper(a.hyper + slot.row * kHyperColumns);
     const double step = static_cast<double>(segment.steps[chunk.slot]) + 1;
-    s = R::template scalars<T>(h, R::correction(h, step));
+    if constexpr (!std::is_same_v<R, LarsRule>) {
+      s = R::template scalars<T>(h, R::correction(h, step));
+    }
     skip = a.found_inf != nullptr && *a.found_inf != 0.0f;
     int32_t averaged = 0;
     if (EXTRAS) {
       skip = skip || (a.chain != nullptr && a.chain[kFoundInf] != 0);
+      if constexpr (std::is_same_v<R, LarsRule>) {
+        SlotNorms& norms = segment.norms[chunk.slot];
+        const bool keeps = !skip && slot.grad != nullptr;
+        s = R::template scalars<T>(h, lars_correction(a, h, chunk, norms, keeps));
+      }
       auto ema = static_cast<scalar_t*>(segment.ema);
       auto low = static_cast<uint16_t*>(segment.low);
       averaged = a.counters[kAveraged];

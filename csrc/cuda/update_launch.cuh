@@ -6,6 +6,7 @@
 #include <cstring>
 
 #include "../math/adam.h"
+#include "../math/lars.h"
 #include "../math/sgd.h"
 #include "launch.h"
 #include "update.cuh"
@@ -64,6 +65,10 @@ cudaError_t launch_update(const Update& u, cudaStream_t stream) {
 
 template <bool EXTRAS, typename scalar_t>
 cudaError_t launch_update(const Update& u, cudaStream_t stream) {
+  if (u.rule == Rule::kLars) {  // a pass over the norms goes ahead, so it always has extras
+    if constexpr (EXTRAS) return launch_update<LarsRule, EXTRAS, scalar_t>(u, stream);
+    return cudaErrorInvalidValue;
+  }
   return u.rule == Rule::kAdam ? launch_update<AdamRule, EXTRAS, scalar_t>(u, stream)
                                : launch_update<SgdRule, EXTRAS, scalar_t>(u, stream);
 }

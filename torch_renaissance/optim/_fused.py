@@ -256,7 +256,7 @@ class Fused:
             self._refuse_native(params, "ema_decay")
 
         def decays(p: Tensor) -> bool:
-            return plan.options.decay_bias_like or not plan.options.describe(p)[1].bias_like
+            return plan.decays(plan.options.describe(p)[1])
 
         _native.step(self, self._native, params, decays)
 

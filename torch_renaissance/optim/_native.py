@@ -11,7 +11,8 @@ def step(optimizer: torch.optim.Optimizer, native: type, params: set[Tensor], de
 
     Works on a stand-in that shares the optimizer's state and options. A gradient scale and a found
     infinity are handled here as GradScaler does for optimizers that know nothing of them.
-    `decays(p)`: whether weight decay applies to p.
+    `decays(p)`: whether weight decay applies to p; a group of those it doesn't apply to is marked
+    `bias_like`, which LARS looks for.
     """
     active = {p for p in params if p.grad is not None}
     options = dict(vars(optimizer))
@@ -29,9 +30,10 @@ def step(optimizer: torch.optim.Optimizer, native: type, params: set[Tensor], de
             chosen = [p for p in group["params"] if p in active and decays(p) == decayed]
             if chosen:
                 own = {**group, "params": chosen}
-                if own["fused"]:
+                if own.get("fused"):
                     own |= {"foreach": False, "fused": False}
-                stand_in.param_groups.append(own if decayed else {**own, "weight_decay": 0})
+                exempt = {} if decayed else {"weight_decay": 0, "bias_like": True}
+                stand_in.param_groups.append(own | exempt)
     if native is torch.optim.SGD:
         _decay_decoupled(stand_in.param_groups)
     # The class's step may be wrapped with hooks already; they have their turn around ours.

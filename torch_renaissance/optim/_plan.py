@@ -40,12 +40,14 @@ class Options:
 @dataclass(frozen=True)
 class Rule:
     """An optimizer's formula: its name in C++, the planes of its state by torch's names in torch's
-    order, those that a group needs, and whether `step` is among its state."""
+    order, those that a group needs, whether `step` is among its state, and whether it adapts to the
+    norms of each weight, which bias-like parameters are exempt from, and from decay."""
 
     name: str
     planes: dict[str, Plane]
     needed: Callable[[dict], tuple[str, ...]]
     shows_step: bool
+    adapts: bool = False
 
 
 class Plan:
@@ -112,6 +114,15 @@ class Plan:
         wide = any(b.dtype == torch.float64 for b in self.blocks)
         dtype = torch.float64 if wide else torch.float32
         return None if chain is None else chain[_C.GRAD_NORM].to(dtype, copy=True)
+
+    def decays(self, kind: Kind) -> bool:
+        """Whether weight decay applies to a parameter, and a trust ratio where the rule has one."""
+        return not kind.bias_like or (self.options.decay_bias_like and not self.rule.adapts)
+
+    def trust_ratios(self) -> dict[str, Tensor]:
+        ratios = {id(b): b.ratios() for b in self._stateful() if b.norms is not None}
+        found = [s for s in self.slots.values() if id(s.block) in ratios and s.decays]
+        return {s.name: ratios[id(s.block)][s.index] for s in found}
 
     # -- planes that only some steps need --------------------------------------------------------
 
@@ -187,7 +198,7 @@ class Plan:
             del self.native[gone]
         self.slots.update({s.param: s for s in fresh})
         for slot in list(self.slots.values()):
-            slot.decays = self.options.decay_bias_like or not slot.kind.bias_like
+            slot.decays = self.decays(slot.kind)
             why = "is listed twice" if slot.param in twice else why_unsupported(slot.param)
             if why:
                 self._drop(slot, why)
@@ -345,6 +356,8 @@ class Plan:
 
     def _add_extra_planes(self) -> None:
         for block in self._stateful():
+            if self.rule.adapts:
+                block.add_norms()
             if self.options.gradients == "flat" or self.sums:
                 block.add(Plane.G)
             dtypes = {self.low[s.param] for s in block.slots if s.param in self.low}
@@ -411,6 +424,7 @@ class Plan:
             planes = [block.planes.get(plane) for plane in self.rule.planes.values()]
             segments.append(
                 {"planes": planes, "steps": block.steps, "chunks": block.chunks}
+                | {"numels": block.numels, "norms": block.norms}
                 | {"packed": block.planes.get(Plane.G), "like": block.like}
                 | {"ema": block.planes.get(Plane.E), "low": block.planes.get(Plane.H)}
             )
