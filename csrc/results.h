@@ -31,7 +31,7 @@ class CopyList {
       return;
     }
     if (to.const_data_ptr() == from.const_data_ptr()) return;
-    if (copies_.n == kMaxCopies) run();
+    if (copies_.n == kMaxCopies || (copies_.n > 0 && like_.device() != to.device())) run();
     copies_.item[copies_.n++] = {
         to.data_ptr(), from.const_data_ptr(), static_cast<int64_t>(to.nbytes())};
     like_ = to;

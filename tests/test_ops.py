@@ -143,7 +143,9 @@ SAMPLES = [
 SAMPLE_OF = {s.op: s for s in SAMPLES if str(s) in ("adam_plain", "sgd_momentum", "pack_")}
 
 
-OPCHECKED_ELSEWHERE = {"fill_random_"}  # tests/test_init.py
+# In tests/test_init.py and tests/test_loss.py.
+OPCHECKED_ELSEWHERE = {"fill_random_", "set_debug"}
+OPCHECKED_ELSEWHERE |= {"cross_entropy", "cross_entropy_forward", "cross_entropy_backward"}
 
 
 def test_every_op_has_a_sample(device):

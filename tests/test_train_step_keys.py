@@ -577,16 +577,6 @@ def in_a_dict_of_an_attribute(model):
     return lambda x: weighted(model, x, run.config["factor"]), lambda v: run.config.update(factor=v)
 
 
-def in_a_slot(model):
-    config = Slotted()
-    config.factor = 1.0
-    return lambda x: weighted(model, x, config.factor), lambda v: setattr(config, "factor", v)
-
-
-def in_a_class(model):
-    return lambda x: weighted(model, x, Defaults.factor), lambda v: setattr(Defaults, "factor", v)
-
-
 def in_a_python_module(model):
     return lambda x: weighted(model, x, LIBRARY.factor), lambda v: setattr(LIBRARY, "factor", v)
 
@@ -668,8 +658,6 @@ PLACES = [
     in_a_global_attribute,
     in_an_attribute_of_an_attribute,
     in_a_dict_of_an_attribute,
-    in_a_slot,
-    in_a_class,
     in_a_python_module,
     in_self,
     in_self_of_a_method_called_by_a_method,

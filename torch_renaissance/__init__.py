@@ -2,16 +2,19 @@
 """Training steps bound by launches, host time and memory passes, made fast with native meaning."""
 
 from . import amp, init, lr, optim
+from ._debug import debug
 from ._ops import __version__, build_info
 from ._seed import seed
 from .accelerate import accelerate
 from .ema import Ema
 from .graphs import CaptureError
+from .loss import CrossEntropyLoss, cross_entropy
 from .regions import Kind, Plane, Regions, regions
 from .train_step import TrainStep
 
 __all__ = [
     "CaptureError",
+    "CrossEntropyLoss",
     "Ema",
     "Kind",
     "Plane",
@@ -21,6 +24,8 @@ __all__ = [
     "accelerate",
     "amp",
     "build_info",
+    "cross_entropy",
+    "debug",
     "init",
     "lr",
     "optim",

@@ -50,12 +50,12 @@ class _State:
 class Expected:
     """What an eager step gave and left behind."""
 
-    def __init__(self, eager: Eager, results, after: _State):
-        self.results, self._eager, self._after = results, eager, after
+    def __init__(self, eager: Eager, results, before: _State, after: _State):
+        self.results, self._eager = results, eager
+        self._before, self._after = before, after
 
     def difference(self, results) -> str:
         """What is different after the replay, or ''."""
-        pairs = [("the loss and extras", *pytree.tree_flatten((self.results, results))[0:1])]
         ours, theirs = (pytree.tree_leaves(r) for r in (results, self.results))
         pairs = [
             ("the loss" if i == 0 else f"extra {i - 1}", a, b)
@@ -70,6 +70,10 @@ class Expected:
                 return f"{name}: {apart}"
         return ""
 
+    def undo(self) -> None:
+        """As if there had been no step at all."""
+        self._before.restore(self._eager)
+
     def take_over(self) -> None:
         """Training goes on from the eager step."""
         self._after.restore(self._eager)
@@ -81,7 +85,7 @@ def eager_step(eager: Eager, leaves: tuple, spec) -> Expected:
     results = eager(leaves, spec)
     after = _State(eager)
     before.restore(eager)
-    return Expected(eager, results, after)
+    return Expected(eager, results, before, after)
 
 
 def _apart(got: Tensor, expected: Tensor) -> str:

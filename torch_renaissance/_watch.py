@@ -102,6 +102,8 @@ def _look_into_function(function: FunctionType, name: str, found: Found, depth: 
             where = f"the global {variable!r}"
             if isinstance(content, (*_VALUES, *_KEPT)):
                 found.items.append((function.__globals__, variable, f"the globals of {name}"))
+            if isinstance(content, ModuleType) and not _is_known(content.__name__):
+                _look_into_module(content, function, found)
             _look_at(content, function, where, found, depth)
     for default in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
         _look(default, name, found, depth - 1)
@@ -140,6 +142,12 @@ def _look_into_object(
         _look_at(content, function, f"{name}.{attribute}", found, depth - 1)
 
 
+def _look_into_module(module: ModuleType, function: FunctionType, found: Found) -> None:
+    for variable in sorted(set(_names(function.__code__)) & vars(module).keys()):
+        if isinstance(vars(module)[variable], (*_VALUES, *_KEPT)):
+            found.items.append((vars(module), variable, f"the module {module.__name__}"))
+
+
 def _names(code: CodeType) -> Iterator[str]:
     yield from code.co_names
     for constant in code.co_consts:
@@ -148,7 +156,11 @@ def _names(code: CodeType) -> Iterator[str]:
 
 
 def _is_torchs(what: object) -> bool:
-    return (getattr(what, "__module__", None) or "").split(".")[0] in _KNOWN
+    return _is_known(getattr(what, "__module__", None) or "")
+
+
+def _is_known(module: str) -> bool:
+    return module.split(".")[0] in _KNOWN
 
 
 def all_modules(roots: dict[nn.Module, str]) -> dict[nn.Module, str]:

@@ -92,6 +92,7 @@ class TrainStep:
         self._current: Captured | None = None
         self._keys: list[Key] = []
         self._calls = self._misses = 0
+        self._restless = ""  # what keeps the step from having the same key twice
         self._fallbacks: dict[str, int] = {}
         self._warned: set[str] = set()
         self.captured = False
@@ -211,12 +212,19 @@ class TrainStep:
         alike = [k for k in self._keys if k.signature.fits(leaves)]
         changed = alike[-1].watch.difference() if alike else "the arguments"
         self._misses += 1
+        if self._misses > self._warmup + 5:
+            self._restless = self._restless or f"it changes at every step: {changed}"
+        else:
+            self._restless = ""
         found = _watch.look_into(self._loss_fn)
         watch = _watch.watch(found, modules, self._optimizer)
         key = Key(leaves, spec, watch, self._eager.accumulates)
-        if self._misses > self._warmup + 5:
-            key.failed = "something is new at every step" + (f": {changed}" if changed else "")
-        self._keys = [*self._keys[-_KEYS:], key]
+        key.failed = self._restless
+        # What is only one of many states of the same call need not be kept alive.
+        dropped = [k for k in self._keys if k in alike[:-1]] + self._keys[:-_KEYS]
+        for old in dropped:
+            old.watch.release()
+        self._keys = [*(k for k in self._keys if k not in dropped), key]
         return key
 
     def _why_no_room(self) -> str:
@@ -259,10 +267,11 @@ class TrainStep:
             key.failed = failure
             host.ema_calls = calls
             torch.cuda.empty_cache()
-            if expected is not None:
-                expected.take_over()
             self._fall_back(failure)
-            return expected.results if expected else self._eager(leaves, key.spec)
+            if expected is None:
+                return self._eager(leaves, key.spec)
+            expected.take_over()
+            return expected.results
         self._use(captured)
         self._keys = [k for k in self._keys if k is not key]
         results = self._replay(captured, leaves)
@@ -273,8 +282,8 @@ class TrainStep:
                 self._drop(captured)
                 self._keys.append(Key(leaves, key.spec, self._watch_again(), key.accumulates))
                 self._keys[-1].failed = key.failed
-                expected.take_over()
                 self.captured = False
+                (expected.undo if self._strict else expected.take_over)()
                 self._fall_back(key.failed)
                 return expected.results
         return results
