@@ -14,8 +14,8 @@
 
 namespace torch_renaissance {
 
-void bind_low(py::module_& m);    // low.cpp
-void bind_watch(py::module_& m);  // watch.cpp
+void bind_autograd(py::module_& m);  // autograd.cpp
+void bind_watch(py::module_& m);     // watch.cpp
 
 // By its type alone: isinstance() asks the object, which may run anything.
 const c10::TensorImpl* tensor_in(PyObject* o) {
@@ -115,7 +115,7 @@ PYBIND11_MODULE(_C, m) {
       .def_property("ema_calls", &HostStep::ema_calls, &HostStep::set_ema_calls)
       .def("launched", &HostStep::launched)
       .def("unsupported", &HostStep::unsupported);
-  bind_low(m);
+  bind_autograd(m);
   bind_watch(m);
   py::class_<GlobalState>(m, "GlobalState")
       .def(py::init<>())

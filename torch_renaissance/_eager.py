@@ -87,6 +87,7 @@ class Eager:
     def captured_work(self, leaves: tuple, spec) -> tuple[list[Tensor], Callable]:
         """The same for a capture: nothing is executed, and the hyper-parameters are on the device
         already. Returns static outputs."""
+        _C.renew_accumulators(self._params())
         return self._run(leaves, spec, prepared=True)
 
     def _run(self, leaves: tuple, spec, prepared: bool = False):

@@ -40,14 +40,18 @@ cudaError_t launch_update(const Update& u, cudaStream_t stream) {
 
 template <typename R, int PLANES, bool EXTRAS, typename scalar_t>
 cudaError_t launch_update(const Update& u, cudaStream_t stream) {
-  if constexpr (sizeof(scalar_t) == sizeof(float)) {
-    if (u.n_slots <= kTinySlots && u.n_segments <= kTinySegments) {
-      return launch_update<R, PLANES, EXTRAS, scalar_t, kTinySlots, kTinySegments>(u, stream);
+  // Rare dtypes with extras have one size: it isn't worth compiling more.
+  if constexpr (sizeof(scalar_t) == sizeof(float) || !EXTRAS) {
+    if constexpr (sizeof(scalar_t) == sizeof(float)) {
+      if (u.n_slots <= kTinySlots && u.n_segments <= kTinySegments) {
+        return launch_update<R, PLANES, EXTRAS, scalar_t, kTinySlots, kTinySegments>(u, stream);
+      }
+    }
+    if (u.n_slots <= kFewSlots) {
+      return launch_update<R, PLANES, EXTRAS, scalar_t, kFewSlots, kMaxSegments>(u, stream);
     }
   }
-  return u.n_slots <= kFewSlots
-             ? launch_update<R, PLANES, EXTRAS, scalar_t, kFewSlots, kMaxSegments>(u, stream)
-             : launch_update<R, PLANES, EXTRAS, scalar_t, kMaxSlots, kMaxSegments>(u, stream);
+  return launch_update<R, PLANES, EXTRAS, scalar_t, kMaxSlots, kMaxSegments>(u, stream);
 }
 
 // Without the last plane (amsgrad's maximum, SGD's momentum) nothing is loaded for it.
