@@ -38,10 +38,12 @@ gpu-check:  ## on a machine with a GPU, with its own python3: build, CUDA tests,
 	TORCH_RENAISSANCE_CUDA=1 $(PYTHON) setup.py build_ext --inplace
 	$(PYTHON) -m pytest -m cuda tests
 	PYTHONPATH=. $(PYTHON) benchmarks/bench_optim.py --quick
+	PYTHONPATH=. $(PYTHON) benchmarks/bench_train_step.py --quick
+	PYTHONPATH=. $(PYTHON) benchmarks/bench_loss.py --quick
 
 sanitize:  ## memcheck over the CUDA tests of the kernels, with the machine's python3
 	compute-sanitizer --tool memcheck --error-exitcode 1 \
-	  $(PYTHON) -m pytest -m cuda tests/test_ops.py tests/test_kernels.py -x -q
+	  $(PYTHON) -m pytest -m cuda tests/test_ops.py tests/test_kernels.py tests/test_loss.py tests/test_lars.py -x -q
 
 clean:  ## remove what was built; .venv stays
 	rm -rf build dist *.egg-info torch_renaissance/_C*.so $(BUILT) .pytest_cache .ruff_cache .hypothesis

@@ -50,6 +50,7 @@ struct Parameter {
   at::Tensor low;       // its 16-bit copy, if it has one
   int64_t low_version;  // of the parameter, when the copy was made
   bool accumulated;     // has had a gradient since begin_accumulation()
+  bool updated;         // has had a gradient in a step, or in the capture of one
 };
 
 // One op's worth of work: what sgd_ or adam_ would be told, kept from step to step.
@@ -86,9 +87,10 @@ class HostStep {
                 const py::list& entries,
                 const py::list& frozen,
                 const py::list& launches) {
-    std::unordered_set<PyObject*> accumulated;
+    std::unordered_set<PyObject*> accumulated, updated;
     for (const Parameter& p : parameters_) {
       if (p.accumulated) accumulated.insert(p.object);
+      if (p.updated) updated.insert(p.object);
     }
     groups_.clear();
     parameters_.clear();
@@ -111,7 +113,10 @@ class HostStep {
     }
     for (const auto& item : launches) add_launch(py::cast<py::dict>(item));
     for (const auto& entry : entries) add_parameter(py::cast<py::dict>(entry));
-    for (Parameter& p : parameters_) p.accumulated = accumulated.count(p.object) != 0;
+    for (Parameter& p : parameters_) {
+      p.accumulated = accumulated.count(p.object) != 0;
+      p.updated = updated.count(p.object) != 0;
+    }
     std::unordered_set<PyObject*> ours;
     for (const Parameter& p : parameters_) ours.insert(p.object);
     PyObject *key = nullptr, *value = nullptr;
@@ -186,6 +191,7 @@ class HostStep {
     // While the device works: autograd must see that the parameters changed in place.
     for (Parameter& p : parameters_) {
       if (!takes_part(p)) continue;
+      p.updated = true;
       bump(p);
       if (!scale) continue;
       const at::Tensor& grad = unpack(p.object).unsafeGetTensorImpl()->grad();
@@ -222,7 +228,10 @@ class HostStep {
     const int answer = gather();
     if (answer != kDone) return answer;
     put_into_planes(true);
-    for (Parameter& p : parameters_) p.accumulated = p.accumulated || takes_part(p);
+    for (Parameter& p : parameters_) {
+      p.accumulated = p.accumulated || takes_part(p);
+      p.updated = p.updated || takes_part(p);
+    }
     return kDone;
   }
 
@@ -255,7 +264,7 @@ class HostStep {
     for (const Parameter& p : parameters_) {
       if (unpack(p.object).unsafeGetTensorImpl()->grad().defined()) return kHasGradients;
       if (has_hooks(p.object)) return kHasHooks;
-      if (p.launch != kFitsNoLaunch && lacks_state(p)) return kOutdated;
+      if (p.updated && lacks_state(p)) return kOutdated;
     }
     hyper_.write(tables_);
     hyper_.ema_calls += updates;
@@ -496,6 +505,7 @@ class HostStep {
                            entry["offset"].cast<int64_t>(),
                            low.is_none() ? at::Tensor() : unpack(low.ptr()),
                            -1,
+                           false,
                            false});
   }
 
@@ -596,7 +606,7 @@ class HostStep {
         launches_[p.launch].slots[p.slot] = {address_of(param), nullptr, p.row, 0};
       }
       if (!grad.defined()) continue;
-      if (!supported(param, grad)) {
+      if (!supported(param, grad, p.low.defined())) {
         unsupported_.push_back(static_cast<int64_t>(i));
         continue;
       }
@@ -651,11 +661,13 @@ class HostStep {
     return flags;
   }
 
-  static bool supported(const at::Tensor& param, const at::Tensor& grad) {
+  // A 16-bit gradient of a float32 parameter is one of mixed precision's, or torch's business.
+  static bool supported(const at::Tensor& param, const at::Tensor& grad, bool has_low) {
     const at::ScalarType type = grad.scalar_type();
     const bool narrow = type == at::kHalf || type == at::kBFloat16;
     return grad.layout() == at::kStrided &&
-           (type == param.scalar_type() || (narrow && param.scalar_type() == at::kFloat)) &&
+           (type == param.scalar_type() ||
+            (narrow && has_low && param.scalar_type() == at::kFloat)) &&
            grad.device() == param.device() && grad.sizes() == param.sizes() &&
            !grad.key_set().has_any(c10::python_ks);
   }

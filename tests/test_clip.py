@@ -317,27 +317,6 @@ def test_a_double_gradient_beyond_float32_beside_float32_parameters(turned, devi
     assert worst(ours[0], native[0]) <= 1e-6
 
 
-@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="torch before 2.10")
-@pytest.mark.parametrize("narrow", [torch.bfloat16, torch.float16], ids=str)
-@each_gradients
-def test_16_bit_gradients_of_float32_parameters(narrow, gradients, device):
-    params = [nn.Parameter(p.detach()) for p in mixed(device, [torch.float32])]
-    optimizer = accelerated(ROWS[0], params, 1.5, gradients=gradients)
-    for step in range(3):
-        before = [p.detach().double() for p in params]
-        given = [torch.linspace(-1, 2 + step, 41, device=device).to(narrow) for _ in params]
-        for p, gradient in zip(params, given, strict=True):
-            p.grad = None
-            p.grad_dtype = None
-            p.grad = gradient
-        exact = torch.cat([g.double() for g in given]).norm()
-        optimizer.step()
-        torch.testing.assert_close(optimizer.grad_norm.double(), exact, rtol=1e-6, atol=0)
-        for p, w, g in zip(params, before, given, strict=True):
-            want = w - 0.1 * (g.double() * min(1.0, float(1.5 / (exact + 1e-6))) + 0.1 * w)
-            torch.testing.assert_close(p.detach().double(), want, rtol=1e-6, atol=1e-6)
-
-
 @each_row
 @pytest.mark.parametrize(
     ("dtype", "powers"),

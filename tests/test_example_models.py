@@ -58,7 +58,8 @@ def table_of(text):
 
 def check(result, captured):
     assert result.returncode == 0, result.stderr
-    assert "Warning" not in result.stderr
+    # On a CPU there is one warning, which says that there are no graphs.
+    assert result.stderr.count("Warning") == result.stderr.count("which has no graphs") <= 1
     rows = table_of(result.stdout)
     first, last = map(float, rows["loss of the first and the last step"].split(" → "))
     assert last < first, "the loss has to fall"

@@ -916,16 +916,10 @@ def test_grad_mode(row, device):
     twins.check()
 
 
-@contextmanager
 def cudnn(**flags):
-    before = {name: getattr(torch.backends.cudnn, name) for name in flags}
-    try:
-        for name, value in flags.items():
-            setattr(torch.backends.cudnn, name, value)
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(torch.backends.cudnn, name, value)
+    names = ("enabled", "benchmark", "deterministic", "allow_tf32")
+    now = {name: getattr(torch.backends.cudnn, name) for name in names}
+    return torch.backends.cudnn.flags(**(now | flags))
 
 
 @contextmanager

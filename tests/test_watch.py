@@ -927,7 +927,12 @@ def test_contexts_are_seen(context, text):
 
 
 def attribute(owner, name):
-    return (lambda: getattr(owner, name)), (lambda value: setattr(owner, name, value))
+    def put(value):
+        # torch.testing, once imported, wants flags set in a context only.
+        with getattr(torch.backends, "__allow_nonbracketed_mutation")():
+            setattr(owner, name, value)
+
+    return (lambda: getattr(owner, name)), put
 
 
 SWITCHES = [

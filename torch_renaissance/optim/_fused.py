@@ -215,6 +215,12 @@ class Fused:
                 )
             return plan.host.run(own, source, loss_scale, micro_batches, prepared)
 
+        if prepared:  # in a capture, where nothing can be made anew
+            if attempt() != _C.DONE:
+                raise RuntimeError(
+                    "a parameter gets its first gradient, or one that is no plain one"
+                )
+            return
         self._run(attempt, lambda params: self._update_native(params, loss_scale))
 
     def _train_step(

@@ -39,12 +39,13 @@ def why_native(p: Tensor, group: dict) -> str:
     return "is an inference tensor" if p.is_inference() else ""
 
 
-def why_unsupported(p: Tensor) -> str:
-    """Why the kernels can't take the gradient that `p` has, or an empty string."""
+def why_unsupported(p: Tensor, mixed: bool) -> str:
+    """Why the kernels can't take the gradient that `p` has, or an empty string. `mixed`: whether
+    `p` has a 16-bit copy, whose gradients are 16-bit as well."""
     grad = p.grad
     if grad is None:
         return ""
-    narrow = p.dtype == torch.float32 and grad.dtype in (torch.float16, torch.bfloat16)
+    narrow = mixed and grad.dtype in (torch.float16, torch.bfloat16)
     fits = (
         grad.layout == torch.strided
         and (grad.dtype == p.dtype or narrow)

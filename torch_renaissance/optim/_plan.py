@@ -100,7 +100,7 @@ class Plan:
     def leave_to_torch(self, entries: Sequence[int]) -> None:
         """Parameters whose gradient the kernels don't take are torch's from now on."""
         for slot in [self._entries[i] for i in entries]:
-            self._drop(slot, why_unsupported(slot.param))
+            self._drop(slot, why_unsupported(slot.param, slot.param in self.low))
 
     def regions(self) -> Regions:
         return Regions(list(self.slots.values()), self.blocks, dict(self.native.values()))
@@ -199,7 +199,11 @@ class Plan:
         self.slots.update({s.param: s for s in fresh})
         for slot in list(self.slots.values()):
             slot.decays = self.decays(slot.kind)
-            why = "is listed twice" if slot.param in twice else why_unsupported(slot.param)
+            why = (
+                "is listed twice"
+                if slot.param in twice
+                else why_unsupported(slot.param, slot.param in self.low)
+            )
             if why:
                 self._drop(slot, why)
         for p in overlapping(list(self.slots)):
