@@ -12,6 +12,7 @@ import pytest
 sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
 import report
+import report_steps
 
 import torch_renaissance as tr
 from torch_renaissance._ops import _C
@@ -25,6 +26,11 @@ def test_the_table_is_the_records():
     record = json.loads(report.RECORD.read_text())
     found = TEXT.split(f"{report.BEGIN}\n")[1].split(f"\n{report.END}")[0]
     assert found == report.report(record), "run `python benchmarks/report.py --write`"
+
+
+def test_the_tables_of_steps_are_the_records():
+    found = TEXT.split(f"{report_steps.BEGIN}\n")[1].split(f"\n{report_steps.END}")[0]
+    assert found == report_steps.report_steps(), "run `python benchmarks/report_steps.py --write`"
 
 
 def test_report_writes_the_table_and_nothing_else(tmp_path, monkeypatch, capsys):
