@@ -60,10 +60,17 @@ def accelerated(**options):
     return prepare
 
 
+def train_step(model, optimizer):
+    """On a GPU a captured one, from the fourth call on."""
+    model, optimizer = tr.accelerate(model, optimizer)
+    return tr.TrainStep(lambda x, y: loss_of(model, x, y), optimizer)
+
+
 # Ways to make a step of a model and an optimizer.
 WAYS = {
     "gather": accelerated(),
     "flat": accelerated(gradients="flat"),
+    "train step": train_step,
 }
 
 
@@ -82,6 +89,7 @@ def run(prepare, usual, device, seed=0):
     return [torch.stack(losses), *values_of(model.parameters()), *values_of(state)]
 
 
+@pytest.mark.filterwarnings("ignore:TrainStep runs eagerly. the parameters are on the CPU")
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("usual", USUAL, ids=str)
 @pytest.mark.parametrize("way", WAYS)
