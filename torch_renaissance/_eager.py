@@ -88,7 +88,10 @@ class Eager:
         """The same for a capture: nothing is executed, and the hyper-parameters are on the device
         already. Returns static outputs."""
         _C.renew_accumulators(self._params())
-        return self._run(leaves, spec, prepared=True)
+        try:
+            return self._run(leaves, spec, prepared=True)
+        finally:
+            torch.clear_autocast_cache()  # casts that were captured, not made
 
     def _run(self, leaves: tuple, spec, prepared: bool = False):
         params = self._params()
