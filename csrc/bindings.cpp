@@ -103,7 +103,6 @@ PYBIND11_MODULE(_C, m) {
       .def("pack", &HostStep::pack)
       .def("begin_accumulation", &HostStep::begin_accumulation)
       .def("accumulate", &HostStep::accumulate, py::arg("own"), py::arg("prepared") = false)
-      .def("accumulated", &HostStep::accumulated)
       .def("taking_part", &HostStep::taking_part)
       .def("add_accumulated", &HostStep::add_accumulated)
       .def("ready", &HostStep::ready)

@@ -235,13 +235,8 @@ class HostStep {
     return kDone;
   }
 
-  // Which parameters have a gradient in the sums, and a replay's way to say that they do.
-  std::vector<bool> accumulated() const {
-    std::vector<bool> found;
-    for (const Parameter& p : parameters_) found.push_back(p.accumulated);
-    return found;
-  }
-  // Which parameters the last launches had a gradient of.
+  // Which parameters the last launches had a gradient of, and a replay's way to say that the sums
+  // have one of them.
   std::vector<bool> taking_part() const {
     std::vector<bool> found;
     for (const Parameter& p : parameters_) found.push_back(takes_part(p));

@@ -3,6 +3,7 @@
 // slot, always in the same order; the last block finishes what norm.cu finds besides.
 #include "../math/chain.h"
 #include "launch.h"
+#include "reduce.cuh"
 #include "vector.cuh"
 
 namespace torch_renaissance {
@@ -10,7 +11,6 @@ namespace {
 
 // Four vectors of a chunk for each: fewer threads have less to add up among them.
 constexpr int kChunkThreads = 128;
-constexpr int kFewSlots = 192;
 
 template <int SLOTS>
 struct LarsArguments {
@@ -42,22 +42,6 @@ __device__ __forceinline__ void add_squares(const Vector<scalar_t, N>& from, dou
         static_cast<double>(static_cast<typename OpMath<scalar_t>::type>(from.value[j]));
     sum = std::fma(value, value, sum);
   }
-}
-
-// The sum over a block, in the same order each time; valid in thread 0.
-template <int THREADS>
-__device__ double sum_of_block(double value, double* shared) {
-  for (int offset = 16; offset > 0; offset /= 2) {
-    value += __shfl_down_sync(0xffffffffu, value, offset);
-  }
-  __syncthreads();
-  if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = value;
-  __syncthreads();
-  double total = 0;
-  if (threadIdx.x == 0) {
-    for (int warp = 0; warp < THREADS / 32; ++warp) total += shared[warp];
-  }
-  return total;
 }
 
 template <typename scalar_t, int SLOTS>

@@ -6,13 +6,13 @@
 
 #include "../math/chain.h"
 #include "launch.h"
+#include "reduce.cuh"
 #include "vector.cuh"
 
 namespace torch_renaissance {
 namespace {
 
 constexpr int kBlocksPerMultiprocessor = 8;
-constexpr int kFewSlots = 192;
 
 template <int SLOTS>
 struct NormArguments {
@@ -50,21 +50,6 @@ __device__ __forceinline__ void add_squares(const void* grad,
   }
 }
 
-// The sum over a block, in the same order each time; valid in thread 0.
-__device__ double sum_of_block(double value, double* shared) {
-  for (int offset = 16; offset > 0; offset /= 2) {
-    value += __shfl_down_sync(0xffffffffu, value, offset);
-  }
-  __syncthreads();
-  if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = value;
-  __syncthreads();
-  double total = 0;
-  if (threadIdx.x == 0) {
-    for (int warp = 0; warp < kThreads / 32; ++warp) total += shared[warp];
-  }
-  return total;
-}
-
 template <typename scalar_t, int SLOTS>
 __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
     norm_kernel(const __grid_constant__ NormArguments<SLOTS> a) {
@@ -94,8 +79,8 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
       add_squares<1, scalar_t>(grad, i, slot.flags, factor, sum, bad);
     }
   }
-  double total = sum_of_block(sum, shared);
-  double total_bad = sum_of_block(bad, shared);
+  double total = sum_of_block<kThreads>(sum, shared);
+  double total_bad = sum_of_block<kThreads>(bad, shared);
   if (threadIdx.x == 0) {
     a.partials[blockIdx.x] = total;
     a.partials[kNormPartials + blockIdx.x] = total_bad;
@@ -110,8 +95,8 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
     mine += __ldcg(a.partials + i);
     mine_bad += __ldcg(a.partials + kNormPartials + i);
   }
-  total = sum_of_block(mine, shared);
-  total_bad = sum_of_block(mine_bad, shared);
+  total = sum_of_block<kThreads>(mine, shared);
+  total_bad = sum_of_block<kThreads>(mine_bad, shared);
   if (threadIdx.x == 0) {
     a.counters[kTicket] = 0;
     total += a.first ? 0.0 : a.chain[kSumOfSquares];

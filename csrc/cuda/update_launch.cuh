@@ -14,7 +14,6 @@
 namespace torch_renaissance {
 
 inline constexpr int kTinySlots = 16, kTinySegments = 2;  // an MLP
-inline constexpr int kFewSlots = 192;                     // ResNet-50, a GPT-2 of 12 layers
 
 template <typename R, int PLANES, bool EXTRAS, typename scalar_t, int SLOTS, int SEGMENTS>
 cudaError_t launch_update(const Update& u, cudaStream_t stream) {

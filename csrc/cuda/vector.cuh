@@ -10,6 +10,8 @@
 namespace torch_renaissance {
 
 inline constexpr int kThreads = 256;
+// Slots of the smaller kernel arguments: ResNet-50, a GPT-2 of 12 layers.
+inline constexpr int kFewSlots = 192;
 
 template <typename scalar_t>
 struct OpMath {
