@@ -1063,3 +1063,34 @@ def test_two_runs_are_bitwise_equal(precision, device):
             t.run_ours(batch.to(device))
         runs.append([*t.everything(), *t.losses["ours"]])
     assert equal(*runs)
+
+
+@pytest.mark.filterwarnings("ignore:TrainStep runs eagerly")  # between the two parameters
+@each_precision
+def test_a_replaced_parameter_has_a_copy_of_its_own(precision, device):
+    torch.manual_seed(0)
+    native = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)).to(device)
+    ours = copy.deepcopy(native)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (native, ours)]
+    tr.accelerate(ours, optimizers[1])
+    scaler = torch.amp.GradScaler(device, enabled=precision == "fp16", **SCALE)
+    optimizers[1].amp = tr.amp.LossScale(device, **SCALE)
+    step = tr.TrainStep(lambda x: ours(x).float().pow(2).mean(), optimizers[1], precision=precision)
+    for i in range(12):
+        if i == 6:
+            weight = torch.randn(8, 4, device=device)
+            for model, optimizer in zip((native, ours), optimizers, strict=True):
+                model[0].weight = nn.Parameter(weight.clone())
+                optimizer.param_groups[0]["params"][0] = model[0].weight
+        x = torch.randn(5, 4, device=device)
+        optimizers[0].zero_grad()
+        with torch.autocast(device, dtype=DTYPES[precision]):
+            loss = native(x).float().pow(2).mean()
+        scaler.scale(loss).backward()
+        scaler.step(optimizers[0])
+        scaler.update()
+        torch.testing.assert_close(step(x), loss.detach(), rtol=2e-2, atol=1e-4)
+    assert step.captured == (device == "cuda")
+    for p, q in zip(native.parameters(), ours.parameters(), strict=True):
+        torch.testing.assert_close(q, p, rtol=2e-2, atol=1e-3)
+    assert not torch.equal(ours[0].weight, weight)

@@ -480,7 +480,7 @@ def test_what_changes_at_every_step_is_not_kept_alive(device):
             step(*batch)
     assert len(found) == 1
     gc.collect()
-    assert sum(ref() is not None for ref in alive) <= 3  # the model's and two that are watched
+    assert sum(ref() is not None for ref in alive) <= 2
 
 
 # -- failures of other kinds -----------------------------------------------------------------------

@@ -31,7 +31,7 @@ class Eager:
         self._dropped: dict[nn.Module, str] = {}
         self._names: dict[nn.Module, str] = {}
         self._places: list[tuple] = []
-        self._proven: list[tuple] | None = None  # places that a forward has used
+        self._proven = False  # whether a forward has used them
         self._low = amp.LowWeights([], {})
         self.device = next(p.device for g in optimizer.param_groups for p in g["params"])
         if precision == "fp16" and optimizer.amp is None:
@@ -76,7 +76,7 @@ class Eager:
     def __call__(self, leaves: tuple, spec):
         """An eager step; returns what `loss_fn` returned, detached, as copies."""
         if self.precision:
-            self.prepare_low(self._roots())
+            self.prepare_low(self.roots())
             if not self._plan.host.fits(vars(self.optimizer)):
                 self._plan.sync(self.optimizer)
             self._plan.host.refresh_low()
@@ -120,7 +120,7 @@ class Eager:
                         returned = self.loss_fn(*batch)
                     loss, extras = _loss_and_extras(returned)
                     loss.backward(self._seed(loss))
-                self._proven = self._places
+                self._proven = True
                 break
             except RuntimeError as error:
                 if before is None or not self._drop_from_low(error):
@@ -143,9 +143,9 @@ class Eager:
 
     def _before_trial(self) -> Callable | None:
         """Where the 16-bit weights are untried: puts back what a forward changes that failed."""
-        if not self.precision or self._places == self._proven:
+        if not self.precision or self._proven:
             return None
-        buffers = [b for m in _watch.all_modules(self._roots()) for b in m.buffers(recurse=False)]
+        buffers = [b for m in _watch.all_modules(self.roots()) for b in m.buffers(recurse=False)]
         values = [b.clone() for b in buffers]
         randoms = RandomState(self.device)
         gradients = {p: p.grad for p in self._params()}
@@ -216,7 +216,7 @@ class Eager:
         known = set(self._params())
         found = _watch.look_into(self._original)
         named = {t: name for t, name in found.tensors.items() if t.requires_grad and t.is_leaf}
-        for module, name in _watch.all_modules(self._roots()).items():
+        for module, name in _watch.all_modules(self.roots()).items():
             for key, p in module._parameters.items():
                 if p is not None and p.is_leaf:
                     named.setdefault(p, f"{name}.{key}")
@@ -257,7 +257,7 @@ class Eager:
 
     # -- mixed precision -------------------------------------------------------------------------
 
-    def _roots(self) -> dict[nn.Module, str]:
+    def roots(self) -> dict[nn.Module, str]:
         roots = {self.model: "model"} if self.model is not None else {}
         return {**_watch.look_into(self._original).modules, **roots}
 
@@ -277,7 +277,8 @@ class Eager:
     def prepare_low(self, roots: dict[nn.Module, str]) -> None:
         """Gives the weights that autocast would cast their places in plane H."""
         self._names = _watch.all_modules(roots)
-        self._places = amp.places_of_low(list(roots), set(self._dropped))
+        before, self._places = self._places, amp.places_of_low(list(roots), set(self._dropped))
+        self._proven = self._proven and amp.same_places(before, self._places)
         wanted = {p: amp.PRECISIONS[self.precision] for _, _, p in self._places}
         plan = self._plan
         if plan.low != wanted:
@@ -305,7 +306,7 @@ class Eager:
             found = [m for m in module.modules() if m in owners]
             if found:
                 self._dropped |= dict.fromkeys(found, str(error).splitlines()[0])
-                self.prepare_low(self._roots())
+                self.prepare_low(self.roots())
                 return True
         return False
 

@@ -19,7 +19,7 @@ class _State:
 
     def __init__(self, eager: Eager):
         self.named: dict[str, Tensor] = {}
-        for module, name in _watch.all_modules(eager._roots()).items():
+        for module, name in _watch.all_modules(eager.roots()).items():
             for kind in (module._parameters, module._buffers):
                 for key, t in kind.items():
                     if t is not None:

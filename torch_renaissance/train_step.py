@@ -170,11 +170,10 @@ class TrainStep:
                 self._use(captured)
                 return self._replay(captured, leaves)
         self.captured = False
-        modules = _watch.all_modules(self._roots())
-        reason = self._why_not(modules)
+        reason = self._why_not()
         key = None
         if not reason:
-            key = self._key(leaves, spec, modules)
+            key = self._key(leaves, spec)
             reason = key.failed or self._why_no_room()
         if reason:
             self._fall_back(reason)
@@ -184,12 +183,7 @@ class TrainStep:
             key.calls += 1
         return self._eager(leaves, spec)
 
-    def _roots(self) -> dict[nn.Module, str]:
-        model = self._eager.model
-        roots = {model: "model"} if model is not None else {}
-        return {**_watch.look_into(self._loss_fn).modules, **roots}
-
-    def _why_not(self, modules: dict[nn.Module, str]) -> str:
+    def _why_not(self) -> str:
         device = self._eager.device
         if device.type != "cuda":
             return f"the parameters are on the {device.type.upper()}, which has no graphs"
@@ -202,9 +196,9 @@ class TrainStep:
             return "the optimizer's step was replaced"
         if any(p.grad is not None for g in self._optimizer.param_groups for p in g["params"]):
             return "a parameter has a gradient already, to which backward adds"
-        return _watch.hooks(modules, self._optimizer)
+        return _watch.hooks(_watch.all_modules(self._eager.roots()), self._optimizer)
 
-    def _key(self, leaves: tuple, spec, modules: dict[nn.Module, str]) -> Key:
+    def _key(self, leaves: tuple, spec) -> Key:
         for key in self._keys:
             if key.fits(leaves, spec, self._eager.accumulates):
                 self._misses = 0
@@ -216,12 +210,10 @@ class TrainStep:
             self._restless = self._restless or f"it changes at every step: {changed}"
         else:
             self._restless = ""
-        found = _watch.look_into(self._loss_fn)
-        watch = _watch.watch(found, modules, self._optimizer)
-        key = Key(leaves, spec, watch, self._eager.accumulates)
+        key = Key(leaves, spec, self._new_watch(), self._eager.accumulates)
         key.failed = self._restless
         # What is only one of many states of the same call need not be kept alive.
-        dropped = [k for k in self._keys if k in alike[:-1]] + self._keys[:-_KEYS]
+        dropped = (alike if self._restless else alike[:-1]) + self._keys[:-_KEYS]
         for old in dropped:
             old.watch.release()
         self._keys = [*(k for k in self._keys if k not in dropped), key]
@@ -280,7 +272,7 @@ class TrainStep:
             if difference:
                 key.failed = f"a replay differs from an eager step: {difference}"
                 self._drop(captured)
-                self._keys.append(Key(leaves, key.spec, self._watch_again(), key.accumulates))
+                self._keys.append(Key(leaves, key.spec, self._new_watch(), key.accumulates))
                 self._keys[-1].failed = key.failed
                 self.captured = False
                 (expected.undo if self._strict else expected.take_over)()
@@ -288,8 +280,8 @@ class TrainStep:
                 return expected.results
         return results
 
-    def _watch_again(self):
-        modules = _watch.all_modules(self._roots())
+    def _new_watch(self):
+        modules = _watch.all_modules(self._eager.roots())
         return _watch.watch(_watch.look_into(self._loss_fn), modules, self._optimizer)
 
     def _try(self, key: Key, leaves: tuple) -> tuple[Captured | None, str]:
@@ -303,7 +295,7 @@ class TrainStep:
         plan = optimizer._current_plan()
         self._pool = self._pool or graphs.Pool(eager.device)
         if eager.precision:
-            eager.prepare_low(self._roots())
+            eager.prepare_low(self._eager.roots())
         for _ in range(2):
             answer = plan.host.ready(
                 vars(optimizer), eager.scale_parts(), eager.cycle, not key.accumulates
