@@ -100,7 +100,7 @@ def build(problem: Problem, name: str, capturable: bool = False, frozen: float =
         model, optimizer = tr.accelerate(model, optimizer, gradients=OURS[name])
     for p, g in zip(own, problem.gradients, strict=True):
         if p.requires_grad:
-            p.grad = g.clone() if name == "timm" else g
+            p.grad = g.clone() if name in stock_lars.TIMMS else g
     return Variant(own, optimizer, model)
 
 
@@ -157,7 +157,7 @@ def check(problem: Problem, variants: dict[str, Variant]) -> dict:
     reference = [p.to(wide) for p in variants[against].parameters]
     found = {"tolerance": TOLERANCE, "steps": CHECK_STEPS, "largest_difference": {}, "agrees": {}}
     for name, variant in variants.items():
-        if name in (against, "timm"):
+        if name in (against, *stock_lars.TIMMS):
             continue
         worst, excess = [], []
         for p, r, s in zip(variant.parameters, reference, problem.start, strict=True):

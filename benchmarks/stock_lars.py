@@ -8,7 +8,10 @@ import torch
 import torch_renaissance as tr
 
 HAS_TIMM = find_spec("timm") is not None
-STOCK = ("for-loop", "foreach", *(("timm",) if HAS_TIMM else ()))
+# timm's over groups of its own for bias-like tensors, which does our work, and over the groups as
+# they are, as most callers have it: every tensor then has a ratio and decay.
+TIMMS = ("timm", "timm plain") if HAS_TIMM else ()
+STOCK = ("for-loop", "foreach", *TIMMS)
 # Every tensor moves by about a percent of its norm, so that a wrong ratio shows.
 OPTIONS = {"lr": 0.1, "momentum": 0.9, "weight_decay": 1e-2, "trust_coefficient": 0.1}
 
@@ -76,22 +79,26 @@ class ForeachLARS(StockLARS):
 
 def make(name: str, groups: list[dict]) -> torch.optim.Optimizer:
     """The variant `name` over these groups; any name that isn't stock is ours."""
-    if name == "timm":
-        return timms(groups)
+    if name in TIMMS:
+        return timms(groups if name == "timm plain" else split(groups))
     made = {"for-loop": ForLoopLARS, "foreach": ForeachLARS}.get(name, tr.optim.LARS)
     return made(groups, **OPTIONS)
 
 
-def timms(groups: list[dict]) -> torch.optim.Optimizer:
-    """It exempts groups without decay from the ratio, so bias-like tensors get groups of their own.
-    It writes into the gradients."""
-    from timm.optim import Lars
-
-    split = []
+def split(groups: list[dict]) -> list[dict]:
+    """timm's exempts groups without decay from the ratio, so bias-like tensors get such groups."""
+    found = []
     for group in groups:
         weights = [p for p in group["params"] if p.ndim > 1]
         others = [p for p in group["params"] if p.ndim <= 1]
-        split += [{**group, "params": weights}] if weights else []
-        split += [{**group, "params": others, "weight_decay": 0.0}] if others else []
+        found += [{**group, "params": weights}] if weights else []
+        found += [{**group, "params": others, "weight_decay": 0.0}] if others else []
+    return found
+
+
+def timms(groups: list[dict]) -> torch.optim.Optimizer:
+    """It writes into the gradients."""
+    from timm.optim import Lars
+
     options = {k: v for k, v in OPTIONS.items() if k != "trust_coefficient"}
-    return Lars(split, trust_coeff=OPTIONS["trust_coefficient"], **options)
+    return Lars(groups, trust_coeff=OPTIONS["trust_coefficient"], **options)

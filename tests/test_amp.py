@@ -359,17 +359,19 @@ def test_tied_weights_keep_autocasts_way_unless_all_their_users_take_16_bits(pre
         __slots__ = ("dtypes",)
 
     seen = Seen()
+    seen.dtypes = {}
 
     def loss(model, tokens):
-        seen.dtypes = {name: p.dtype for name, p in model.named_parameters()}
+        seen.dtypes[id(model)] = {name: p.dtype for name, p in model.named_parameters()}
         assert model.a.weight is model.b.weight and model.lm.head.weight is model.lm.emb.weight
         return model(tokens)
 
     t = Trainings((Shared, None, loss), ROWS[0], precision, device)
     t.run_all(8)
     t.check()
-    assert seen.dtypes["a.weight"] == seen.dtypes["lm.mid.weight"] == DTYPES[precision]
-    assert seen.dtypes["lm.emb.weight"] == torch.float32
+    dtypes = seen.dtypes[id(t.ours)]
+    assert dtypes["a.weight"] == dtypes["lm.mid.weight"] == DTYPES[precision]
+    assert dtypes["lm.emb.weight"] == torch.float32
 
 
 @has_grad_dtype
