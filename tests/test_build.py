@@ -23,9 +23,9 @@ LAYERS = (
     {"_C"},
     {"_ops"},
     {"regions", "amp", "ema", "loss", "lr", "init", "graphs", "data"}
-    | {"_watch", "_captured", "_seed", "_debug"},
+    | {"_watch", "_captured", "_measures", "_seed", "_debug"},
     {"optim", "distributed"},
-    {"accelerate", "train_step", "_eager", "_verify"},
+    {"accelerate", "train_step", "evaluate", "_eager", "_verify"},
     {"ab", "__init__", "__main__"},
 )
 

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -12,6 +14,7 @@ from torch.utils import _pytree as pytree
 from . import graphs
 from ._ops import _C
 
+_WAITING = 16  # keys that are kept until they are captured
 PLAIN = (Tensor, int, float, complex, bool, str, type(None), torch.dtype, torch.device)
 
 
@@ -25,6 +28,33 @@ def flatten(batch: tuple) -> tuple[tuple, pytree.TreeSpec | None]:
 
 def unflatten(leaves: tuple, spec: pytree.TreeSpec | None) -> tuple:
     return leaves if spec is None else pytree.tree_unflatten(list(leaves), spec)
+
+
+def static_input(leaf: object, device: torch.device) -> Tensor | None:
+    """Memory of a graph's own for one tensor of a batch, on the device; None for what isn't one.
+
+    Raises:
+        CaptureError: for a tensor or another object that a copy doesn't stand for.
+    """
+    if not isinstance(leaf, Tensor):
+        if not isinstance(leaf, PLAIN):
+            raise graphs.CaptureError(
+                f"a batch with a {type(leaf).__name__}, whose contents may change"
+            )
+        return None
+    if type(leaf) is not Tensor or leaf.requires_grad or leaf.layout != torch.strided:
+        raise graphs.CaptureError(f"a batch with a {type(leaf).__name__} that isn't plain data")
+    if leaf.is_contiguous() or not _C.is_dense(leaf):
+        return torch.empty(leaf.shape, dtype=leaf.dtype, device=device)
+    return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=device)
+
+
+def levels() -> int:
+    """Of the stack, from the caller up to the program: what `warnings.warn` wants to know."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(__package__):
+        level, frame = level + 1, frame.f_back
+    return level
 
 
 class Key:
@@ -50,6 +80,54 @@ class Key:
         return f"({self.signature})" + (", one of several micro-batches" * self.accumulates)
 
 
+class Keys:
+    """Those that are waiting to be captured; and what keeps calls from having one twice.
+
+    Args:
+        patience: new keys in a row after which another one is a sign of that.
+    """
+
+    def __init__(self, patience: int):
+        self._patience = patience
+        self._keys: list[Key] = []
+        self._misses = 0
+        self._restless = ""
+
+    def find(self, leaves: tuple, spec, accumulates: bool, new_watch: Callable) -> Key:
+        """The key of a call, a new one where none fits."""
+        for key in self._keys:
+            if key.fits(leaves, spec, accumulates):
+                self._misses = 0
+                return key
+        alike = [k for k in self._keys if k.signature.fits(leaves)]
+        changed = alike[-1].watch.difference() if alike else "the arguments"
+        self._misses += 1
+        if self._misses > self._patience:
+            self._restless = self._restless or f"it changes at every step: {changed}"
+        else:
+            self._restless = ""
+        key = Key(leaves, spec, new_watch(), accumulates)
+        key.failed = self._restless
+        # What is only one of many states of the same call need not be kept alive.
+        dropped = (alike if self._restless else alike[:-1]) + self._keys[:-_WAITING]
+        for old in dropped:
+            old.watch.release()
+        self._keys = [*(k for k in self._keys if k not in dropped), key]
+        return key
+
+    def add(self, key: Key) -> None:
+        self._keys.append(key)
+
+    def remove(self, key: Key) -> None:
+        self._keys = [k for k in self._keys if k is not key]
+
+    def release(self) -> None:
+        """Forgets all of them."""
+        for key in self._keys:
+            key.watch.release()
+        self._keys, self._misses = [], 0
+
+
 @dataclass
 class Captured:
     """A graph and all that a replay needs."""
@@ -57,11 +135,11 @@ class Captured:
     key: Key
     graph: torch.cuda.CUDAGraph
     inputs: tuple  # static tensors, None for what isn't a tensor
-    loss_and_extras: list[Tensor]  # static outputs
-    rebuild: object  # makes extras of their leaves
-    generation: int  # of the optimizer's HostStep
-    scale: Tensor | None  # of the loss, whose address the graph has
-    accumulated: list[bool]
+    loss_and_extras: list[Tensor] = field(default_factory=list)  # static outputs
+    rebuild: object = None  # makes extras of their leaves
+    generation: int = 0  # of the optimizer's HostStep
+    scale: Tensor | None = None  # of the loss, whose address the graph has
+    accumulated: list[bool] = field(default_factory=list)
     replays: int = 0
     last_used: int = 0
     _nodes: dict[str, int] | None = None
@@ -85,6 +163,16 @@ class Captured:
         if self._nodes is None:
             self._nodes = graphs.nodes(self.graph)
         return self._nodes
+
+    def summary(self) -> dict:
+        """For `Explanation.graphs`."""
+        others = ("memcpy", "memset", "other")
+        return {
+            "key": str(self.key),
+            "nodes": sum(self.nodes.values()),
+            "kernels": {n: c for n, c in self.nodes.items() if n not in others},
+            "replays": self.replays,
+        }
 
     def close(self, pool: graphs.Pool) -> None:
         pool.release(self.graph)

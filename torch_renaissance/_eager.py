@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from . import _watch, amp
-from ._captured import PLAIN, unflatten
+from ._captured import unflatten
 from ._ops import _C
 from .graphs import CaptureError, RandomState
 
@@ -238,22 +238,6 @@ class Eager:
                 f"{touched[0]} gets a gradient but isn't in the optimizer; requires_grad_(False) "
                 "would keep it from one"
             )
-
-    # -- inputs ----------------------------------------------------------------------------------
-
-    def static_input(self, leaf: object) -> Tensor | None:
-        """Memory of a graph's own for one tensor of the batch, on the device."""
-        if not isinstance(leaf, Tensor):
-            if not isinstance(leaf, PLAIN):
-                raise CaptureError(
-                    f"a batch with a {type(leaf).__name__}, whose contents may change"
-                )
-            return None
-        if type(leaf) is not Tensor or leaf.requires_grad or leaf.layout != torch.strided:
-            raise CaptureError(f"a batch with a {type(leaf).__name__} that isn't plain data")
-        if leaf.is_contiguous() or not _C.is_dense(leaf):
-            return torch.empty(leaf.shape, dtype=leaf.dtype, device=self.device)
-        return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=self.device)
 
     # -- mixed precision -------------------------------------------------------------------------
 

@@ -42,11 +42,12 @@ class Found:
     functions: set[Callable] = field(default_factory=set)
 
 
-def look_into(function: Callable) -> Found:
-    """Closures, globals, defaults, partial arguments and `self` of a loss function and of the
-    Python functions that it names."""
+def look_into(*functions: Callable) -> Found:
+    """Closures, globals, defaults, partial arguments and `self` of loss functions and of the
+    Python functions that they name."""
     found = Found()
-    _look(function, getattr(function, "__qualname__", type(function).__name__), found, _DEPTH)
+    for function in functions:
+        _look(function, getattr(function, "__qualname__", type(function).__name__), found, _DEPTH)
     return found
 
 
@@ -163,6 +164,11 @@ def _is_known(module: str) -> bool:
     return module.split(".")[0] in _KNOWN
 
 
+def forwards(model: nn.Module) -> list[Callable]:
+    """The forward passes of modules that aren't torch's own."""
+    return [m.forward for m in model.modules() if not _is_torchs(type(m)) or "forward" in vars(m)]
+
+
 def all_modules(roots: dict[nn.Module, str]) -> dict[nn.Module, str]:
     """Every module below `roots`, with a name for messages."""
     found: dict[nn.Module, str] = {}
@@ -172,7 +178,7 @@ def all_modules(roots: dict[nn.Module, str]) -> dict[nn.Module, str]:
     return found
 
 
-def watch(found: Found, modules: dict[nn.Module, str], optimizer: torch.optim.Optimizer):
+def watch(found: Found, modules: dict[nn.Module, str], optimizer: torch.optim.Optimizer | None):
     """Everything of these that a replay takes for granted, as it is now."""
     w = _C.Watch()
     for module, name in modules.items():
@@ -186,26 +192,40 @@ def watch(found: Found, modules: dict[nn.Module, str], optimizer: torch.optim.Op
         w.add_item(owner, key, name)
     for container, name in found.containers:
         w.add_dict(container, name)
+    for key in _GLOBAL_HOOKS:
+        w.add_dict(getattr(_module, key), f"torch's {key}")
+    if optimizer is None:
+        return w
     w.add_item(vars(optimizer), "step", "the optimizer")
     for key in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
         w.add_dict(vars(optimizer)[key], f"the optimizer's {key}")
     for owner in (_optimizer._global_optimizer_pre_hooks, _optimizer._global_optimizer_post_hooks):
         w.add_dict(owner, "torch's global optimizer hooks")
-    for key in _GLOBAL_HOOKS:
-        w.add_dict(getattr(_module, key), f"torch's {key}")
     return w
 
 
-def hooks(modules: dict[nn.Module, str], optimizer: torch.optim.Optimizer) -> str:
-    """Which hook of the program a replay would not run, or ''."""
-    for key in _GLOBAL_HOOKS:
+def forward_hooks(modules: dict[nn.Module, str]) -> str:
+    """Which hook of the program a replay of a forward pass would not run, or ''."""
+    return _module_hooks(modules, _GLOBAL_HOOKS[:2], _HOOKS[:2])
+
+
+def _module_hooks(modules: dict[nn.Module, str], of_torch: tuple, of_modules: tuple) -> str:
+    for key in of_torch:
         if getattr(_module, key):
             return f"torch.nn.modules.module.{key} has hooks"
     for module, name in modules.items():
-        for key in _HOOKS:
+        for key in of_modules:
             for hook in (vars(module).get(key) or {}).values():
                 if not _is_trusted(hook):
                     return f"{name} ({type(module).__name__}) has a hook in {key}: {_title(hook)}"
+    return ""
+
+
+def hooks(modules: dict[nn.Module, str], optimizer: torch.optim.Optimizer) -> str:
+    """Which hook of the program a replay of a step would not run, or ''."""
+    reason = _module_hooks(modules, _GLOBAL_HOOKS, _HOOKS)
+    if reason:
+        return reason
     for key in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
         for hook in vars(optimizer)[key].values():
             if not _is_trusted(hook):

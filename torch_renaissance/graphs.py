@@ -201,6 +201,14 @@ def user_line(stack: traceback.StackSummary) -> str:
     return ""
 
 
+def free_unused(device: torch.device) -> None:
+    """Gives back the memory that released graphs have left."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch._C._cuda_clearCublasWorkspaces()  # some were made inside of the captures
+        torch.cuda.empty_cache()
+
+
 def nodes(graph: torch.cuda.CUDAGraph) -> dict[str, int]:
     """Kernels by name, "memcpy", "memset" and "other", with how often each is in the graph."""
     return _C.graph_nodes(graph.raw_cuda_graph())

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Callable
 
@@ -11,20 +10,11 @@ import torch
 from torch import nn
 
 from . import _verify, _watch, graphs
-from ._captured import Captured, Explanation, Key, flatten
+from ._captured import Captured, Explanation, Key, Keys, flatten, levels, static_input
 from ._eager import Eager
 from ._ops import _C, build_info
 
-_KEYS = 16  # that are waiting to be captured
 _IDLE = 100  # calls after which a graph may make room for another
-
-
-def _levels() -> int:
-    """Of the stack, up to the program's call: what `warnings.warn` wants to know."""
-    level, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(__package__):
-        level, frame = level + 1, frame.f_back
-    return level
 
 
 class TrainStep:
@@ -90,9 +80,8 @@ class TrainStep:
         self._pool: graphs.Pool | None = None
         self._graphs: list[Captured] = []  # the one used last comes first
         self._current: Captured | None = None
-        self._keys: list[Key] = []
-        self._calls = self._misses = 0
-        self._restless = ""  # what keeps the step from having the same key twice
+        self._keys = Keys(patience=warmup + 5)
+        self._calls = 0
         self._fallbacks: dict[str, int] = {}
         self._warned: set[str] = set()
         self.captured = False
@@ -173,7 +162,7 @@ class TrainStep:
         reason = self._why_not()
         key = None
         if not reason:
-            key = self._key(leaves, spec)
+            key = self._keys.find(leaves, spec, self._eager.accumulates, self._new_watch)
             reason = key.failed or self._why_no_room()
         if reason:
             self._fall_back(reason)
@@ -198,27 +187,6 @@ class TrainStep:
             return "a parameter has a gradient already, to which backward adds"
         return _watch.hooks(_watch.all_modules(self._eager.roots()), self._optimizer)
 
-    def _key(self, leaves: tuple, spec) -> Key:
-        for key in self._keys:
-            if key.fits(leaves, spec, self._eager.accumulates):
-                self._misses = 0
-                return key
-        alike = [k for k in self._keys if k.signature.fits(leaves)]
-        changed = alike[-1].watch.difference() if alike else "the arguments"
-        self._misses += 1
-        if self._misses > self._warmup + 5:
-            self._restless = self._restless or f"it changes at every step: {changed}"
-        else:
-            self._restless = ""
-        key = Key(leaves, spec, self._new_watch(), self._eager.accumulates)
-        key.failed = self._restless
-        # What is only one of many states of the same call need not be kept alive.
-        dropped = (alike if self._restless else alike[:-1]) + self._keys[:-_KEYS]
-        for old in dropped:
-            old.watch.release()
-        self._keys = [*(k for k in self._keys if k not in dropped), key]
-        return key
-
     def _why_no_room(self) -> str:
         generation = self._optimizer._current_plan().host.generation
         for captured in [g for g in self._graphs if g.generation != generation]:
@@ -237,7 +205,7 @@ class TrainStep:
             raise graphs.CaptureError(f"TrainStep: the step can't be captured: {reason}")
         if reason not in self._warned:
             self._warned.add(reason)
-            warnings.warn(f"TrainStep runs eagerly: {reason}", stacklevel=_levels())
+            warnings.warn(f"TrainStep runs eagerly: {reason}", stacklevel=levels())
 
     def _use(self, captured: Captured) -> None:
         self._graphs = [captured, *(g for g in self._graphs if g is not captured)]
@@ -265,15 +233,16 @@ class TrainStep:
             expected.take_over()
             return expected.results
         self._use(captured)
-        self._keys = [k for k in self._keys if k is not key]
+        self._keys.remove(key)
         results = self._replay(captured, leaves)
         if expected is not None:
             difference = expected.difference(results)
             if difference:
                 key.failed = f"a replay differs from an eager step: {difference}"
                 self._drop(captured)
-                self._keys.append(Key(leaves, key.spec, self._new_watch(), key.accumulates))
-                self._keys[-1].failed = key.failed
+                again = Key(leaves, key.spec, self._new_watch(), key.accumulates)
+                again.failed = key.failed
+                self._keys.add(again)
                 self.captured = False
                 (expected.undo if self._strict else expected.take_over)()
                 self._fall_back(key.failed)
@@ -305,7 +274,7 @@ class TrainStep:
             plan.sync(optimizer)
         else:
             raise graphs.CaptureError("the optimizer's state changes from step to step")
-        inputs = tuple(eager.static_input(leaf) for leaf in leaves)
+        inputs = tuple(static_input(leaf, eager.device) for leaf in leaves)
         _C.copy_inputs(inputs, leaves)
         given = tuple(leaf if s is None else s for s, leaf in zip(inputs, leaves, strict=True))
         try:
@@ -329,20 +298,9 @@ class TrainStep:
 
     def explain(self) -> Explanation:
         """Prints and returns what was captured and what ran eagerly, and why."""
-        graphs_ = [
-            {
-                "key": str(g.key),
-                "nodes": sum(g.nodes.values()),
-                "kernels": {
-                    n: c for n, c in g.nodes.items() if n not in ("memcpy", "memset", "other")
-                },
-                "replays": g.replays,
-            }
-            for g in self._graphs
-        ]
         found = Explanation(
             "captured" if self.captured else "eager",
-            graphs_,
+            [g.summary() for g in self._graphs],
             self._pool.bytes() if self._pool else 0,
             dict(self._fallbacks),
             self._eager.left_to_autocast(),
@@ -354,14 +312,10 @@ class TrainStep:
         """Frees the graphs and their memory. The next calls warm up and capture anew."""
         for captured in self._graphs:
             captured.close(self._pool)
-        for key in self._keys:
-            key.watch.release()
-        self._graphs, self._keys, self._current, self._pool = [], [], None, None
-        self._misses, self.captured = 0, False
-        if self._eager.device.type == "cuda":
-            torch.cuda.synchronize(self._eager.device)
-            torch._C._cuda_clearCublasWorkspaces()  # some were made inside of the captures
-            torch.cuda.empty_cache()
+        self._keys.release()
+        self._graphs, self._current, self._pool = [], None, None
+        self.captured = False
+        graphs.free_unused(self._eager.device)
 
     def refresh(self) -> None:
         """Makes the 16-bit copies anew from the weights. Only needed after a change through

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What an evaluation measures: summed up on the device, read once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What an `Evaluator` returns.
+
+    Attributes:
+        loss: mean over the samples.
+        accuracy: for each k the share of samples whose label is among the k largest outputs, from 0
+            to 1. `top1` and so on are short for `accuracy[1]`.
+        samples: labels that were counted.
+    """
+
+    loss: float
+    accuracy: dict[int, float]
+    samples: int
+
+    def __getattr__(self, name: str) -> float:
+        if name.startswith("top") and name[3:].isdigit() and int(name[3:]) in self.accuracy:
+            return self.accuracy[int(name[3:])]
+        raise AttributeError(
+            f"Evaluation has no {name!r}; topk=(1, 5) of the Evaluator makes top1 and top5"
+        )
+
+    def __str__(self) -> str:
+        parts = [f"loss {self.loss:.4f}"]
+        parts += [f"top-{k} {100 * share:.2f} %" for k, share in self.accuracy.items()]
+        return ", ".join([*parts, f"{self.samples:,} samples"])
+
+
+class Sums:
+    """The loss in fp64 and counts in int64, of all batches since `zero_`, in one tensor.
+
+    Args:
+        topk: the numbers of classes among which a label may be.
+    """
+
+    def __init__(self, device: torch.device, topk: tuple[int, ...]):
+        self.device, self._topk = device, topk
+        # the bits of the loss, then: samples, labels that are no class, correct ones for each k
+        self._all = torch.zeros(3 + len(topk), dtype=torch.int64, device=device)
+        self._loss, self._counts = self._all[:1].view(torch.float64), self._all[1:]
+
+    def zero_(self) -> None:
+        self._all.zero_()
+
+    def add(self, loss: Tensor, output: Tensor, target: Tensor, ignore_index: int) -> None:
+        """Adds a batch. Waits for nothing.
+
+        Args:
+            loss: mean over the batch, of one element.
+            output: (N, C) or (N, C, d1, ...) scores of C classes; anything if there is no topk.
+            target: (N) or (N, d1, ...) integer labels; anything of N rows if there is no topk.
+            ignore_index: the label of samples that aren't counted.
+        """
+        if are_labels(output, target):
+            classes, target = output.shape[1], target.long()
+            counted = (target != ignore_index).sum()
+            valid = (target != ignore_index) & (target >= 0) & (target < classes)
+            n_valid = valid.sum()
+            correct = [
+                (_among_largest(output, target, k) & valid).sum() if k < classes else n_valid
+                for k in self._topk
+            ]
+            self._counts.add_(torch.stack([counted, counted - n_valid, *correct]))
+        else:
+            counted = torch.full((), len(target), dtype=torch.int64, device=self.device)
+            self._counts[0].add_(counted)
+        # Where nothing is counted, a mean is not a number.
+        weighted = loss.detach().reshape(1).double() * counted
+        self._loss.add_(weighted.masked_fill(counted == 0, 0.0))
+
+    def take(self) -> tuple[Evaluation, int]:
+        """The evaluation, and how many labels were no class. Waits for the device, once."""
+        values = self._all.cpu()
+        samples, bad, *correct = values[1:].tolist()
+        n = max(samples, 1)
+        accuracy = {k: c / n for k, c in zip(self._topk, correct, strict=True)}
+        return Evaluation(values[:1].view(torch.float64).item() / n, accuracy, samples), bad
+
+
+def are_labels(output: Tensor, target: Tensor) -> bool:
+    """Whether a target has an integer label for each distribution over dim 1 of the output."""
+    integer = not (target.is_floating_point() or target.is_complex() or target.dtype == torch.bool)
+    return integer and output.ndim >= 2 and target.shape == output.shape[:1] + output.shape[2:]
+
+
+def _among_largest(output: Tensor, target: Tensor, k: int) -> Tensor:
+    if k == 1:
+        return output.argmax(1) == target
+    largest = output.topk(k, dim=1, sorted=False).indices
+    return (largest == target.unsqueeze(1)).any(1)
