@@ -143,9 +143,10 @@ SAMPLES = [
 SAMPLE_OF = {s.op: s for s in SAMPLES if str(s) in ("adam_plain", "sgd_momentum", "pack_")}
 
 
-# In tests/test_init.py and tests/test_loss.py.
+# In tests/test_init.py, test_loss.py, test_augment.py and test_order.py.
 OPCHECKED_ELSEWHERE = {"fill_random_", "set_debug"}
 OPCHECKED_ELSEWHERE |= {"cross_entropy", "cross_entropy_forward", "cross_entropy_backward"}
+OPCHECKED_ELSEWHERE |= {"augment", "augment_parameters", "draw_batch", "order"}
 
 
 def test_every_op_has_a_sample(device):

@@ -5,6 +5,7 @@ from . import amp, data, init, lr, optim
 from ._debug import debug
 from ._ops import __version__, build_info
 from ._seed import seed
+from .ab import ab_test
 from .accelerate import accelerate
 from .ema import Ema
 from .evaluate import Evaluator, evaluate
@@ -23,6 +24,7 @@ __all__ = [
     "Regions",
     "TrainStep",
     "__version__",
+    "ab_test",
     "accelerate",
     "amp",
     "build_info",

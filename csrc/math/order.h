@@ -66,9 +66,13 @@ TR_HOST_DEVICE int64_t sample_at(const Order& order,
                                  const Cursor& cursor,
                                  int64_t size,
                                  int64_t i) {
-  const int64_t at = (cursor.position * order.world_size + order.rank * size + i) % order.count;
-  if (!order.shuffle) return at;
-  return static_cast<int64_t>(Permutation(cursor.seed, cursor.epoch, order.count)(at));
+  // Unsigned, so that whatever the cursor holds, the place is one of the order's.
+  const uint64_t along = static_cast<uint64_t>(cursor.position) * order.world_size +
+                         static_cast<uint64_t>(order.rank) * size + i;
+  const auto count = static_cast<uint64_t>(order.count);
+  const uint64_t at = along < count ? along : along % count;  // a division is slow
+  if (!order.shuffle) return static_cast<int64_t>(at);
+  return static_cast<int64_t>(Permutation(cursor.seed, cursor.epoch, count)(at));
 }
 
 }  // namespace torch_renaissance

@@ -33,7 +33,7 @@ def prefetch(
         loader: any iterable of batches, such as a DataLoader: tensors in any pytree (tuples, lists,
             dicts, ...). What isn't a tensor is passed on. Tensors on `device` are passed on too,
             and such a batch is handed out before the loader is asked for another, since loaders may
-            fill the same tensors again.
+            fill the same tensors again. A DataLoader is taken to make new ones for each batch.
         depth: batches on the device at a time, the one in use included, so that `depth - 1` are
             fetched ahead; at least 1. Ignored where `device` is the CPU.
         device: by default the current GPU, or the CPU where there is none.

@@ -1,0 +1,248 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""`DeviceLoader`: batches of a resident dataset, shuffled and augmented where they lie."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from .._ops import ops
+from ._program import Program, Transforms
+from .dataset import DeviceDataset
+
+_WHO = "DeviceLoader"
+
+
+class DeviceLoader:
+    """Batches (x, y) of a `DeviceDataset`, each made by one kernel that picks the samples, augments
+    them and copies their labels. The host does nothing but launch it, or not even that:
+    `TrainStep(loss_fn, optimizer, data=loader)` has it in its graph.
+
+    A loop over the loader is an epoch; loops and TrainStep count theirs together. The order of its
+    samples is a function of `seed`, `epoch` and position, and what is drawn for a sample one of
+    `seed`, `epoch` and the sample's index: neither depends on the device, on the batch size or on
+    how many ranks share an epoch.
+
+    Args:
+        dataset: where its batches come from, and on which device they are. Its tensors are taken as
+            they are now: contents may change, other tensors want another loader.
+        batch_size: samples of a batch, of each rank.
+        shuffle: a new order in each epoch, else that of the dataset.
+        drop_last: leave out a last batch that would be smaller.
+        transforms: as `Program` takes them; x stays uint8 without a `ToFloat` or `Normalize`
+            among them.
+        channels_last: the memory format of x.
+        seed: from -2**63 to 2**63 - 1.
+        indices: the samples that take part, ints of shape (n,); by default all.
+        rank, world_size: this process's share. `batch_size * world_size` consecutive samples of the
+            common order make a batch of all ranks. Unless `drop_last`, the last one is filled up
+            from the beginning of the order, as DistributedSampler does it, so that all ranks have
+            as many.
+
+    Raises:
+        TypeError, ValueError: for arguments that don't fit, and where an epoch would have no batch.
+    """
+
+    def __init__(
+        self,
+        dataset: DeviceDataset,
+        batch_size: int,
+        *,
+        shuffle: bool = True,
+        drop_last: bool = False,
+        transforms: Transforms = (),
+        channels_last: bool = False,
+        seed: int = 0,
+        indices: Tensor | Sequence[int] | None = None,
+        rank: int = 0,
+        world_size: int = 1,
+    ):
+        if not isinstance(dataset, DeviceDataset):
+            raise TypeError(
+                f"{_WHO}: dataset must be a DeviceDataset, got {type(dataset).__name__}; "
+                "DeviceDataset.from_dataset(...) makes one of any map-style dataset"
+            )
+        self.dataset, self.device = dataset, dataset.device
+        # Held here, since a captured draw reads their memory whatever becomes of the dataset.
+        self._images, self._labels = dataset.images, dataset.labels
+        self.batch_size = _count("batch_size", batch_size)
+        self.world_size = _count("world_size", world_size)
+        self.rank = _whole("rank", rank)
+        if not 0 <= self.rank < self.world_size:
+            raise ValueError(f"{_WHO}: rank must be from 0 to {self.world_size - 1}, got {rank}")
+        self.seed = _word("seed", seed)
+        self.shuffle, self.drop_last = bool(shuffle), bool(drop_last)
+        self._program = Program(transforms, *dataset.images.shape[1:], channels_last)
+        self.transforms = self._program.transforms
+        self._subset = None if indices is None else _subset(indices, len(dataset), self.device)
+        self._count = len(dataset) if self._subset is None else len(self._subset)
+        if len(self) == 0:
+            raise ValueError(
+                f"{_WHO}: {self._count} samples make no batch of {self.batch_size} on each of "
+                f"{self.world_size} rank(s); set drop_last=False or a smaller batch_size"
+            )
+        self._epoch = 0
+        # Of a training by TrainStep: where it stands, and whether the device knows.
+        self._running, self._batch, self._known = 0, len(self), False
+        self._cursor: Tensor | None = None
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that begins next, from 0 to 2**24 - 1. Set it to begin another."""
+        return self._epoch
+
+    @epoch.setter
+    def epoch(self, value: int) -> None:
+        self._epoch = _epoch("epoch", value)
+        self._batch = len(self)
+
+    def __len__(self) -> int:
+        """Batches of an epoch."""
+        of_all_ranks = self.batch_size * self.world_size
+        return (self._count if self.drop_last else self._count + of_all_ranks - 1) // of_all_ranks
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """(x, y): fresh tensors on the device, x of shape (batch, channels, height, width)."""
+        cursor = self._new_cursor()
+        self._place(cursor, self._epoch, 0)
+        self._epoch += 1
+        for batch in range(len(self)):
+            yield self._draw(cursor, self._size(batch))
+
+    def __repr__(self) -> str:
+        shape = " × ".join(map(str, self._program.shape))
+        return f"{_WHO}({len(self)} batches of {self.batch_size} × {shape}, {self.dataset!r})"
+
+    # -- for TrainStep, which goes from epoch to epoch by itself ---------------------------------
+
+    def upcoming(self) -> int:
+        """Samples of the next batch; the device knows where to draw it, once this has returned."""
+        if self._batch == len(self):
+            self._running, self._batch, self._known = self._epoch, 0, False
+            self._epoch += 1
+        if not self._known:
+            self._place(self.cursor, self._running, self._batch)
+        self._known = True
+        return self._size(self._batch)
+
+    def draw(self, size: int) -> tuple[Tensor, Tensor]:
+        """That batch. May be captured: a replay goes on where the one before stopped."""
+        return self._draw(self.cursor, size)
+
+    def drawn(self, certain: bool) -> None:
+        """It is used up. Not certain: the device may stand where it stood before."""
+        self._batch += 1
+        self._known = certain
+
+    @property
+    def cursor(self) -> Tensor:
+        """Where the device stands: int64 of shape (4,), which captured draws read and advance."""
+        if self._cursor is None:
+            self._cursor = self._new_cursor()
+        return self._cursor
+
+    def state_dict(self) -> dict[str, int]:
+        """Where a training by TrainStep stands: seed, epoch, how many of its batches are used up,
+        and the epoch that begins after it."""
+        between = self._batch == len(self)
+        epoch, batch = (self._epoch, 0) if between else (self._running, self._batch)
+        return {"seed": self.seed, "epoch": epoch, "batch": batch, "next": self._epoch}
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        """Goes on from there, with the same batches as long as the arguments are the same.
+
+        Raises:
+            KeyError: for a state without one of the numbers.
+            TypeError, ValueError: for other numbers, and a batch that an epoch of this loader
+                doesn't have. Nothing has changed then.
+        """
+        batch = _whole("batch", state_dict["batch"])
+        if not 0 <= batch < len(self):
+            raise ValueError(
+                f"{_WHO}: the state stands at batch {batch}, but an epoch has {len(self)} here; "
+                "load it into a loader with the same batch_size and dataset"
+            )
+        epoch, following = (_epoch(key, state_dict[key]) for key in ("epoch", "next"))
+        self.seed = _word("seed", state_dict["seed"])
+        if batch == 0:
+            self.epoch = epoch
+        else:
+            self._running, self._batch, self._epoch = epoch, batch, following
+        self._known = False
+
+    # -- the op ----------------------------------------------------------------------------------
+
+    def _size(self, batch: int) -> int:
+        left = self._count - batch * self.batch_size * self.world_size
+        return min(self.batch_size, -(-left // self.world_size))
+
+    def _new_cursor(self) -> Tensor:
+        with torch.inference_mode(False):  # whatever mode the next batch is asked for in
+            return torch.zeros(4, dtype=torch.int64, device=self.device)
+
+    def _place(self, cursor: Tensor, epoch: int, batch: int) -> None:
+        for i, value in enumerate((self.seed, epoch, batch * self.batch_size)):
+            cursor[i].fill_(value)  # not by a copy from the host, which might have to wait
+
+    def _draw(self, cursor: Tensor, size: int) -> tuple[Tensor, Tensor]:
+        return ops.draw_batch(
+            self._images,
+            self._labels,
+            self._subset,
+            cursor,
+            size,
+            self._count,
+            self.shuffle,
+            self.rank,
+            self.world_size,
+            self._program.ints,
+            self._program.values,
+        )
+
+
+def _whole(name: str, value: int) -> int:
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(f"{_WHO}: {name} must be an int, got {value!r}") from None
+
+
+def _count(name: str, value: int) -> int:
+    value = _whole(name, value)
+    if value < 1:
+        raise ValueError(f"{_WHO}: {name} must be at least 1, got {value}")
+    return value
+
+
+def _word(name: str, value: int) -> int:
+    value = _whole(name, value)
+    if not -(2**63) <= value < 2**63:
+        raise ValueError(f"{_WHO}: {name} must fit in 64 bits with a sign, got {value}")
+    return value
+
+
+def _epoch(name: str, value: int) -> int:
+    value = _whole(name, value)
+    if not 0 <= value < 2**24:  # what the stream of a random number has room for
+        raise ValueError(f"{_WHO}: {name} must be from 0 to 2**24 - 1, got {value}")
+    return value
+
+
+def _subset(indices: Tensor | Sequence[int], n: int, device: torch.device) -> Tensor:
+    found = torch.as_tensor(indices)
+    found = found if found.numel() else found.long()  # an empty list has no dtype
+    if found.dim() != 1 or found.is_floating_point() or found.dtype == torch.bool:
+        raise ValueError(
+            f"{_WHO}: indices must be ints of shape (n,), got {str(found.dtype)[6:]} of shape "
+            f"{list(found.shape)}"
+        )
+    found = found.to("cpu", torch.int64)
+    outside = found[(found < 0) | (found >= n)]
+    if len(outside):
+        raise ValueError(
+            f"{_WHO}: index {int(outside[0])} is not in the dataset, which has {n} samples"
+        )
+    return found.to(device)
