@@ -28,6 +28,7 @@ CXX_FLAGS = [
     "-fopenmp",  # only here: at run time the symbols come from the OpenMP that torch has loaded
     "-fvisibility=hidden",
     "-Wall",
+    "--param=ggc-min-heapsize=524288",  # KiB before the compiler looks for garbage: a tenth faster
 ]
 NVCC_FLAGS = [
     "-O3",
@@ -87,24 +88,36 @@ def choose_toolkit():
     return found
 
 
+def compiled(*patterns):
+    """Return the files to compile: csrc/units/ has those that are quicker compiled as one."""
+    sources = {file for pattern in patterns for file in glob(pattern)}
+    parts = {}
+    for unit in glob("csrc/units/*"):
+        included = re.findall(r'^#include "\.\./(.+)"', Path(unit).read_text(), re.M)
+        parts[unit] = sources.intersection(f"csrc/{file}" for file in included)
+    units = [unit for unit in parts if parts[unit]]
+    # The units first: the longest of all should not be what the others have to wait for.
+    return [*sorted(units), *sorted(sources.difference(*parts.values()))]
+
+
 def extension():
-    sources = glob("csrc/*.cpp") + glob("csrc/cpu/*.cpp")
+    patterns = ["csrc/*.cpp", "csrc/cpu/*.cpp"]
     macros = [("TR_TORCH_VERSION", f'"{torch.__version__}"')]
     make = cpp_extension.CppExtension
     toolkit = choose_toolkit()
     if toolkit:
         cpp_extension.CUDA_HOME, version = toolkit
-        sources += glob("csrc/cuda/*.cpp") + glob("csrc/cuda/*.cu")
+        patterns += ["csrc/cuda/*.cpp", "csrc/cuda/*.cu"]
         macros += [("TR_WITH_CUDA", "1"), ("TR_CUDA_VERSION", f'"{version}"')]
         make = cpp_extension.CUDAExtension
         if not torch.cuda.device_count():  # else torch takes the GPUs it sees
             os.environ.setdefault("TORCH_CUDA_ARCH_LIST", DEFAULT_ARCHES)
     return make(
         "torch_renaissance._C",
-        sorted(sources),
+        compiled(*patterns),
         include_dirs=[os.path.abspath("csrc")],
         define_macros=macros,
-        depends=sorted(glob("csrc/**/*.h", recursive=True) + glob("csrc/**/*.cuh", recursive=True)),
+        depends=sorted(glob("csrc/**/*.*", recursive=True)),
         extra_compile_args={"cxx": CXX_FLAGS, "nvcc": NVCC_FLAGS},
     )
 

@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// What captured steps need of torch's autograd that Python can't reach.
+// What captured steps need of torch's autograd that Python can't reach, and what other files need
+// of its heavier headers.
 #include <ATen/ops/alias.h>
 #include <pybind11/pybind11.h>
 #include <torch/csrc/autograd/custom_function.h>
+#include <torch/csrc/autograd/python_variable.h>
 
 #include <type_traits>
 
@@ -28,8 +30,7 @@ struct Low : torch::autograd::Function<Low> {
 };
 
 py::object low_weight(const py::object& param, const py::object& low) {
-  return py::reinterpret_steal<py::object>(
-      THPVariable_Wrap(Low::apply(unpack(param.ptr()), unpack(low.ptr()))));
+  return wrap(Low::apply(unpack(param.ptr()), unpack(low.ptr())));
 }
 
 // The pointer's type depends on the version of torch.
@@ -56,6 +57,29 @@ void renew_accumulators(const py::list& params) {
 }
 
 }  // namespace
+
+const std::ptrdiff_t kTensorOffset = [] {
+  alignas(THPVariable) static char none[sizeof(THPVariable)] = {};
+  const at::Tensor& inside = THPVariable_Unpack(reinterpret_cast<THPVariable*>(none));
+  return reinterpret_cast<const char*>(&inside) - none;
+}();
+
+bool is_tensor(PyObject* object) { return THPVariable_Check(object); }
+
+bool may_have_hooks(const at::Tensor& tensor) {
+  const auto* meta = torch::autograd::impl::get_autograd_meta(tensor);
+  return meta != nullptr && !(meta->hooks_.empty() && meta->post_acc_grad_hooks_ == nullptr);
+}
+
+py::object wrap(const at::Tensor& tensor) {
+  return py::reinterpret_steal<py::object>(THPVariable_Wrap(tensor));
+}
+
+// By its type alone: isinstance() asks the object, which may run anything.
+const c10::TensorImpl* tensor_in(PyObject* o) {
+  if (!PyObject_TypeCheck(o, reinterpret_cast<PyTypeObject*>(THPVariableClass))) return nullptr;
+  return unpack(o).unsafeGetTensorImpl();
+}
 
 void bind_autograd(py::module_& m) {
   m.def("low_weight", low_weight);

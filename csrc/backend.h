@@ -16,7 +16,10 @@ struct Backend {
   void (*slot_norms)(const Norm&, const at::Tensor& like) = nullptr;  // of each tensor, besides
   void (*pack)(const Pack&, const at::Tensor& like) = nullptr;
   void (*write)(double* to, at::ArrayRef<double> values, const at::Tensor& like) = nullptr;
-  void (*copy)(const Copies&, const at::Tensor& like) = nullptr;
+  // Copies as a node of the graph that is being captured, and other ones in a node of an
+  // instantiated graph (cudaGraphExec_t). Only CUDA has them.
+  void* (*capture_copy)(const Copies&, const at::Tensor& like) = nullptr;
+  void (*set_copy)(uint64_t exec, void* node, const Copies&) = nullptr;
   bool (*is_capturing)() = nullptr;
 };
 

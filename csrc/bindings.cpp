@@ -1,58 +1,18 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Every op's schema, once, and what a build is.
+// What Python sees of the extension besides its ops, and what a build is.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
-#include <torch/library.h>
 
 #include "global_state.h"
+#include "graph_copies.h"
 #include "graph_nodes.h"
 #include "host_step.h"
-#include "ops.h"
-#include "results.h"
 #include "storage.h"
-#include "values.h"
 
 namespace torch_renaissance {
 
 void bind_autograd(py::module_& m);  // autograd.cpp
 void bind_watch(py::module_& m);     // watch.cpp
-
-// By its type alone: isinstance() asks the object, which may run anything.
-const c10::TensorImpl* tensor_in(PyObject* o) {
-  if (!PyObject_TypeCheck(o, reinterpret_cast<PyTypeObject*>(THPVariableClass))) return nullptr;
-  return unpack(o).unsafeGetTensorImpl();
-}
-
-// Lists over tensors: params, grads, slots (their numbers within the launch) and rows (of hyper).
-// Lists over segments: state planes (empty where not needed), steps and chunks.
-// counters is {ticket, skipped steps, averaged steps}; hyper is [rows, columns] as in
-// math/hyper.h. grads are written (unscaled) only where grad_scale is given.
-TORCH_LIBRARY(torch_renaissance, m) {
-  m.def(
-      "sgd_(Tensor(a!)[] params, Tensor(b!)[] grads, Tensor(c!)[] momentum_buffers, "
-      "Tensor(d!)[] steps, Tensor(e!) counters, Tensor[] chunks, int[] slots, int[] rows, "
-      "Tensor hyper, bool counts_skips=True, Tensor? grad_scale=None, Tensor? found_inf=None) "
-      "-> ()");
-  m.def(
-      "adam_(Tensor(a!)[] params, Tensor(b!)[] grads, Tensor(c!)[] exp_avgs, "
-      "Tensor(d!)[] exp_avg_sqs, Tensor(e!)[] max_exp_avg_sqs, Tensor(f!)[] steps, "
-      "Tensor(g!) counters, Tensor[] chunks, int[] slots, int[] rows, Tensor hyper, "
-      "bool counts_skips=True, Tensor? grad_scale=None, Tensor? found_inf=None) -> ()");
-  m.def(
-      "pack_(Tensor[] params, Tensor[] grads, Tensor(a!)[] planes, Tensor[] chunks, int[] slots, "
-      "int[] counts) -> ()");
-  m.def("set_hyper_(Tensor(a!) hyper, float[] values) -> ()");
-}
-
-TORCH_LIBRARY_IMPL(torch_renaissance, CPU, m) { Ops::register_all(m); }
-#ifdef TR_WITH_CUDA
-TORCH_LIBRARY_IMPL(torch_renaissance, CUDA, m) { Ops::register_all(m); }
-#endif
-TORCH_LIBRARY_IMPL(torch_renaissance, Meta, m) {
-  for (const char* op : {"sgd_", "adam_", "pack_", "set_hyper_"}) {
-    m.impl(op, torch::CppFunction::makeFromBoxedFunction<&meta_op>());
-  }
-}
 
 }  // namespace torch_renaissance
 
@@ -80,9 +40,11 @@ PYBIND11_MODULE(_C, m) {
     return unpack(tensor.ptr()).is_non_overlapping_and_dense();
   });
   m.def("chunk_table", chunk_table);
-  m.def("copy_inputs", copy_inputs);
   m.def("has_hooks", [](const py::object& tensor) { return has_hooks(tensor.ptr()); });
-  py::class_<Results>(m, "Results").def(py::init<const py::list&>()).def("take", &Results::take);
+  py::class_<GraphCopies>(m, "GraphCopies")
+      .def(py::init<const py::tuple&>())
+      .def("add_results", &GraphCopies::add_results)
+      .def("prepare", &GraphCopies::prepare);
 #ifdef TR_WITH_CUDA
   m.def("graph_nodes", graph_nodes);
 #endif

@@ -12,21 +12,14 @@
 #include <limits>
 
 #include "checks.h"
+#include "logits.h"
 #include "math/cross_entropy.h"
 
 namespace torch_renaissance {
 namespace {
 
-using OptionalTensor = std::optional<at::Tensor>;
-
 // -- What a device is told
 // -------------------------------------------------------------------------
-
-at::ScalarType arithmetic_dtype(const at::Tensor& input) {
-  return input.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-}
-
-int64_t class_dim(const at::Tensor& input) { return input.dim() == 1 ? 0 : 1; }
 
 // None if the positions' dimensions can't be seen as one.
 std::optional<LogitStrides> strides_of(const at::Tensor& x) {
@@ -167,8 +160,6 @@ void check_labels(const CrossEntropy& c, const at::Tensor& target) {
 
 // -- Ops
 // -------------------------------------------------------------------------------------------
-
-using ForwardResult = std::tuple<at::Tensor, at::Tensor>;
 
 ForwardResult forward(const at::Tensor& input,
                       const at::Tensor& target,

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // The cross entropy's autograd, and which calls are left to torch.
-#include <ATen/autocast_mode.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -11,11 +10,11 @@
 
 #include <limits>
 
+#include "autocast.h"
+#include "logits.h"
+
 namespace torch_renaissance {
 namespace {
-
-using OptionalTensor = std::optional<at::Tensor>;
-using ForwardResult = std::tuple<at::Tensor, at::Tensor>;
 
 using Forward = ForwardResult(const at::Tensor& input,
                               const at::Tensor& target,
@@ -45,12 +44,6 @@ const auto& backward_op() {
   static const auto op = find<Backward>("torch_renaissance::cross_entropy_backward");
   return op;
 }
-
-at::ScalarType arithmetic_dtype(const at::Tensor& input) {
-  return input.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-}
-
-int64_t class_dim(const at::Tensor& input) { return input.dim() == 1 ? 0 : 1; }
 
 // -- Autograd
 // --------------------------------------------------------------------------------------

@@ -4,7 +4,6 @@
 
 #include <ATen/Context.h>
 #include <ATen/PythonTorchFunctionTLS.h>
-#include <ATen/autocast_mode.h>
 #include <c10/core/DefaultDtype.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/InferenceMode.h>
@@ -18,6 +17,8 @@
 #include <iterator>
 #include <string>
 #include <type_traits>
+
+#include "autocast.h"
 
 namespace torch_renaissance {
 namespace py = pybind11;

@@ -291,7 +291,7 @@ class HostStep {
   // Where the last norm of the gradients is; None before the first.
   py::object chain() const {
     if (!chain_.defined()) return py::none();
-    return py::reinterpret_steal<py::object>(THPVariable_Wrap(chain_));
+    return wrap(chain_);
   }
 
   // Changes when work captured before would write to the wrong places or leave something out.

@@ -4,7 +4,6 @@
 
 #include <ATen/core/Tensor.h>
 #include <pybind11/pybind11.h>
-#include <torch/csrc/autograd/python_variable.h>
 
 #include <optional>
 #include <string>
@@ -14,9 +13,17 @@ namespace py = pybind11;
 
 inline PyObject* name(const char* text) { return PyUnicode_InternFromString(text); }
 
-inline const at::Tensor& unpack(PyObject* object) { return THPVariable_Unpack(object); }
+// In autograd.cpp, as torch's header for them takes longer to compile than all that is included
+// here.
+extern const std::ptrdiff_t kTensorOffset;  // of the at::Tensor in a Python tensor
+bool is_tensor(PyObject* object);           // as isinstance()
+bool may_have_hooks(const at::Tensor& tensor);
+py::object wrap(const at::Tensor& tensor);
 
-inline bool is_tensor(PyObject* object) { return THPVariable_Check(object); }
+inline const at::Tensor& unpack(PyObject* tensor) {
+  return *reinterpret_cast<const at::Tensor*>(reinterpret_cast<const char*>(tensor) +
+                                              kTensorOffset);
+}
 
 inline const void* data_of(PyObject* tensor) {
   const at::Tensor& t = unpack(tensor);
@@ -25,10 +32,7 @@ inline const void* data_of(PyObject* tensor) {
 
 // Of a tensor: whether Python has hooks on it. torch keeps its side of one that was removed.
 inline bool has_hooks(PyObject* tensor) {
-  const auto* meta = torch::autograd::impl::get_autograd_meta(unpack(tensor));
-  if (meta == nullptr || (meta->hooks_.empty() && meta->post_acc_grad_hooks_ == nullptr)) {
-    return false;
-  }
+  if (!may_have_hooks(unpack(tensor))) return false;
   for (const char* key : {"_backward_hooks", "_post_accumulate_grad_hooks"}) {
     const py::object hooks = py::getattr(tensor, key, py::none());
     if (!hooks.is_none() && py::len(hooks) > 0) return true;

@@ -5,7 +5,6 @@
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
-#include <torch/csrc/autograd/python_variable.h>
 
 #include <algorithm>
 #include <cstring>
@@ -24,7 +23,7 @@ inline py::object slice_of(const py::object& region, int64_t offset, const py::o
   auto data = static_cast<char*>(r.data_ptr()) + offset * r.element_size();
   at::Tensor slice =
       at::from_blob(data, l.sizes(), l.strides(), [r](void*) {}, r.options(), r.device());
-  return py::reinterpret_steal<py::object>(THPVariable_Wrap(slice));
+  return wrap(slice);
 }
 
 // torch keeps a storage's Python object once it was asked for; alone, that is no holder. (Before
@@ -61,7 +60,7 @@ inline py::object chunk_table(const std::vector<int64_t>& numels,
   }
   at::Tensor table = at::empty({static_cast<int64_t>(chunks.size()), kChunkWords}, at::kLong);
   std::memcpy(table.data_ptr(), chunks.data(), chunks.size() * sizeof(Chunk));
-  return py::reinterpret_steal<py::object>(THPVariable_Wrap(table));
+  return wrap(table);
 }
 
 }  // namespace torch_renaissance

@@ -9,6 +9,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_renaissance import graphs
+from torch_renaissance._captured import static_input
 
 
 class _Recording(TorchDispatchMode):
@@ -46,9 +47,18 @@ class _Recording(TorchDispatchMode):
             alias.copy_(value)
 
 
+def filled(leaf, device):
+    """As `static_input`, with the batch's values, which a recording works on."""
+    static = static_input(leaf, device)
+    return static if static is None else static.copy_(leaf)
+
+
 class Graph:
     def __init__(self, recording):
         self._calls = recording.calls
+
+    def raw_cuda_graph_exec(self):
+        return 0
 
     @torch.no_grad()
     def replay(self):

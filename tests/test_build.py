@@ -143,6 +143,30 @@ def test_csrc_includes_one_way():
             assert not [p for p in reached if p.exists() and p.parent == CSRC / other], file.name
 
 
+def test_units_are_parts_that_exist_and_nothing_else():
+    """A file in two units would be defined twice; one in none is compiled alone."""
+    units = sorted((CSRC / "units").iterdir())
+    parts = [(unit.parent / header).resolve() for unit in units for header in includes(unit)]
+    assert parts and len(set(parts)) == len(parts)
+    assert all(part.exists() and part.suffix in (".cpp", ".cu") for part in parts)
+    for unit in units:
+        code = [line for line in unit.read_text().splitlines() if line and line[:2] != "//"]
+        assert all(line.startswith("#") for line in code), unit.name
+        assert all(header.endswith(unit.suffix) for header in includes(unit)), unit.name
+
+
+def test_headers_that_take_long_are_included_once():
+    """Each would add seconds to every file that includes it."""
+    dispatcher = {(CSRC / "units" / h).resolve() for h in includes(CSRC / "units/dispatcher.cpp")}
+    heavy = {"torch/library.h", "ATen/core/dispatch/Dispatcher.h"}
+    for file in (f for f in CSRC.rglob("*") if f.is_file()):
+        headers = set(includes(file))
+        long = headers & heavy | {h for h in headers if h.startswith("torch/csrc/autograd/")}
+        long -= {"torch/csrc/autograd/anomaly_mode.h"}
+        assert not long or file in dispatcher, f"{file.name} includes {sorted(long)}"
+        assert not headers & {"torch/extension.h", "ATen/ATen.h", "ATen/autocast_mode.h"}, file.name
+
+
 def source_files():
     for folder in ("csrc", "torch_renaissance", "tests", "benchmarks", "examples"):
         for pattern in ("*.py", "*.cpp", "*.h", "*.cu", "*.cuh"):

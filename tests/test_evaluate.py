@@ -9,6 +9,7 @@ import importlib
 import math
 import pickle
 import re
+import sys
 import warnings
 import weakref
 
@@ -99,6 +100,7 @@ def captures(monkeypatch, device):
     if device == "cpu":
         monkeypatch.setattr(tr.Evaluator, "_why_no_graphs", lambda self: "")
         monkeypatch.setattr(graphs, "Pool", replaying.Pool)
+        monkeypatch.setattr(sys.modules[tr.Evaluator.__module__], "static_input", replaying.filled)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", "Evaluator runs eagerly")
         yield
@@ -231,6 +233,23 @@ def test_labels_that_are_no_class(label, device, captures):
     if device == "cuda":
         with pytest.raises(IndexError, match="1 of 35 labels"):
             tr.evaluate(model, batches)
+
+
+def test_integers_that_need_not_be_labels(device, captures):
+    """Of one output, as of a regression or a yes and no: 1 is no class of C = 1."""
+    model, batches = net(device, classes=1), batches_of(device)
+
+    def loss_fn(output, y):
+        return F.mse_loss(output[:, 0], y.to(output.dtype))
+
+    evaluator = tr.Evaluator(model, loss_fn, topk=())
+    for _ in range(3):
+        agree(evaluator(batches), by_hand(model, batches, loss_fn, topk=()))
+    with pytest.raises(IndexError, match="labels are no class"):
+        tr.evaluate(model, batches, loss_fn)
+    loss_fn.ignore_index = -100
+    with pytest.raises(IndexError, match="labels are no class"):
+        tr.evaluate(model, batches, loss_fn, topk=())
 
 
 def test_targets_that_are_no_labels(device, captures):
@@ -783,7 +802,7 @@ X, Y = torch.randn(4, 4, dtype=torch.float64), torch.zeros(4, dtype=torch.int64)
         (X, TypeError, "batch 1 is a Tensor, but must be (input, target)"),
         ({"x": X, "y": Y}, TypeError, "batch 1 is a dict, but must be (input, target)"),
         ([X], TypeError, "batch 1 is a list of length 1, but must be"),
-        ((X, None), TypeError, "must end with a tensor of targets, got <class 'NoneType'>"),
+        ((X, None), TypeError, "must end with a tensor of targets, got NoneType"),
         ((X, Y[0]), TypeError, "got a tensor without dimensions"),
         ((X, Y[:2]), ValueError, "accuracy needs scores (N, C, ...) and integer labels (N, ...)"),
         ((X, Y.double()), ValueError, "torch.float64 [4, 7] and torch.float64 [4]"),
@@ -819,6 +838,7 @@ def test_outputs_and_losses_that_do_not_fit(device):
     [
         ((len,), {}, TypeError, "model must be an nn.Module, got builtin_function_or_method"),
         ((nn.ReLU(), 3), {}, TypeError, "loss_fn must be callable, got int"),
+        ((nn.ReLU(), nn.MSELoss(reduction="sum")), {}, ValueError, "got one with reduction='sum'"),
         ((nn.ReLU(),), {"precision": "tf32"}, ValueError, "one of ['fp16', 'bf16'] or None"),
         ((nn.ReLU(),), {"topk": 5}, TypeError, "topk must be a tuple of ints, such as (1, 5)"),
         ((nn.ReLU(),), {"topk": (1, 0)}, ValueError, "every k of topk must be an int >= 1, got 0"),

@@ -883,8 +883,8 @@ def test_benchmark_runs_agrees_and_compares(tmp_path):
     old.write_text(json.dumps({"environment": {}, "ratios": {key: 1e9}}))
     args = ["--device", "cpu", "--quick", "--shapes", "4x6,2x6x3", "--dtypes", "float32"]
     args += ["--json", str(new), "--compare", str(old)]
-    assert bench_loss.main(args) == 0
-    assert bench_loss.main([*args, "--fail-if-regression", "50"]) == 1
+    assert bench_loss.Losses().main(args) == 0
+    assert bench_loss.Losses().main([*args, "--fail-if-regression", "50"]) == 1
     record = json.loads(new.read_text())
     assert key in record["ratios"]
     assert all(case["check"]["agrees"] for case in record["cases"].values())

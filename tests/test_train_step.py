@@ -27,6 +27,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 import torch_renaissance as tr
+from torch_renaissance._ops import _C
 
 pytestmark = [pytest.mark.parametrize("device", DEVICES), no_fallback]
 each_row = pytest.mark.parametrize("row", BOTH, ids=lambda row: row.native.__name__)
@@ -477,6 +478,22 @@ def test_inputs_of_every_layout_and_dtype(layout, device):
     twins.check()
 
 
+def test_results_that_are_kept_have_memory_of_their_own(device):
+    """More of them than a graph has buffers for."""
+    source = torch.zeros(3, device="cpu")  # on a GPU, copying is a node of a graph
+    copies = _C.GraphCopies(())
+    copies.add_results([source])
+    kept = []
+    for i in range(200):
+        source.fill_(i)
+        kept += copies.prepare(0, ())
+    assert [k.tolist() for k in kept] == [[i] * 3 for i in range(200)]
+    again, first = {k.data_ptr() for k in kept[:9]}, kept[9:]
+    del kept
+    assert {t.data_ptr() for t in (copies.prepare(0, ())[0] for _ in range(9))} <= again
+    assert first[0].tolist() == [9] * 3
+
+
 def test_dense_inputs_keep_their_strides(device):
     """Kernels may sum in another order for others, and a program may ask."""
     x = LAYOUTS["transposed"](noise(0, 6, 4, device=device))
@@ -748,3 +765,41 @@ def test_what_accumulate_must_not_be(accumulate, device):
     assert twins.step.accumulate == 2
     with pytest.raises(ValueError, match=r"accumulate must be an int >= 1, got"):
         tr.TrainStep(twins.loss_fns[1], twins.optimizers[1], accumulate=accumulate)
+
+
+# --- compile -------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:TrainStep runs eagerly")
+@pytest.mark.parametrize("compile", [{"backend": "eager"}, {"backend": "aot_eager"}], ids=str)
+def test_compile_takes_torch_compiles_arguments(compile, device):
+    losses = []
+    for option in (False, compile):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3)).to(device)
+        model, optimizer = tr.accelerate(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+        def loss_fn(x, y, model=model):
+            return nn.functional.cross_entropy(model(x), y)
+
+        step = tr.TrainStep(loss_fn, optimizer, compile=option)
+        x, y = torch.randn(4, 8).to(device), torch.randint(3, (4,)).to(device)
+        losses.append([step(x, y).item() for _ in range(6)])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "compile, error, message",
+    [
+        (1, TypeError, "compile must be a bool, a mode of torch.compile or a dict"),
+        (None, TypeError, "compile must be a bool"),
+        ("reduce-overhead", ValueError, "asks for CUDA graphs of torch.compile's"),
+        ({"options": {"triton.cudagraphs": True}}, ValueError, "asks for CUDA graphs"),
+    ],
+)
+def test_compile_is_refused_in_a_sentence(compile, error, message, device):
+    model, optimizer = tr.accelerate(
+        model := nn.Linear(2, 2, device=device), torch.optim.SGD(model.parameters(), lr=0.1)
+    )
+    with pytest.raises(error, match=message):
+        tr.TrainStep(lambda x: model(x).sum(), optimizer, compile=compile)

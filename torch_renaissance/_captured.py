@@ -135,7 +135,7 @@ class Captured:
     key: Key
     graph: torch.cuda.CUDAGraph
     inputs: tuple  # static tensors, None for what isn't a tensor
-    loss_and_extras: list[Tensor] = field(default_factory=list)  # static outputs
+    copies: object  # _C.GraphCopies: into the inputs, and out of the results
     rebuild: object = None  # makes extras of their leaves
     generation: int = 0  # of the optimizer's HostStep
     scale: Tensor | None = None  # of the loss, whose address the graph has
@@ -143,19 +143,20 @@ class Captured:
     replays: int = 0
     last_used: int = 0
     _nodes: dict[str, int] | None = None
-    _results: object = field(init=False)
+    _results: list[Tensor] = field(default_factory=list)
 
     def __post_init__(self):
-        self._results = _C.Results(self.loss_and_extras)
+        self._exec = self.graph.raw_cuda_graph_exec()
 
     def replay(self, leaves: tuple) -> None:
-        _C.copy_inputs(self.inputs, leaves)
+        self._results = self.copies.prepare(self._exec, leaves)
         self.graph.replay()
         self.replays += 1
 
     def results(self):
-        """What `loss_fn` returned, as copies."""
-        loss, *rest = self._results.take()
+        """What `loss_fn` returned in the last replay."""
+        loss, *rest = self._results
+        self._results = []
         return self.rebuild(loss, rest)
 
     @property
@@ -177,7 +178,7 @@ class Captured:
     def close(self, pool: graphs.Pool) -> None:
         pool.release(self.graph)
         self.key.watch.release()
-        self.loss_and_extras, self._results, self.inputs = [], None, ()
+        self.copies, self._results, self.inputs = None, [], ()
 
 
 @dataclass(frozen=True)

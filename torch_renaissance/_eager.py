@@ -14,15 +14,19 @@ from torch.utils import _pytree as pytree
 from . import _watch, amp
 from ._captured import unflatten
 from ._ops import _C
+from .data.loader import DeviceLoader
 from .graphs import CaptureError, RandomState
 
 
 class Eager:
     """Forward, backward, update and `zero_grad` of one (micro-)batch."""
 
-    def __init__(self, loss_fn, optimizer, model, precision, scaler, accumulate, compile):
+    def __init__(self, loss_fn, optimizer, model, precision, scaler, accumulate, compile, data):
         _check(loss_fn, optimizer, model, precision, scaler)
-        self.loss_fn: Callable = torch.compile(loss_fn) if compile else loss_fn
+        arguments = _compile_arguments(compile)
+        self.loss_fn: Callable = (
+            loss_fn if arguments is None else torch.compile(loss_fn, **arguments)
+        )
         self._original = loss_fn
         self.optimizer, self.precision, self._scaler = optimizer, precision, scaler
         self._model = model
@@ -34,6 +38,8 @@ class Eager:
         self._proven = False  # whether a forward has used them
         self._low = amp.LowWeights([], {})
         self.device = next(p.device for g in optimizer.param_groups for p in g["params"])
+        self.data = data
+        _check_data(data, self.device)
         if precision == "fp16" and optimizer.amp is None:
             optimizer.amp = amp.LossScale(self.device)
         optimizer._loss_scaled = precision == "fp16" or scaler is not None  # for tr.lr's handles
@@ -99,7 +105,9 @@ class Eager:
         done = False
         try:
             with self._watching_outsiders(prepared):
-                outputs, rebuild = self._forward_backward(unflatten(leaves, spec))
+                batch = unflatten(leaves, spec)
+                batch = batch if self.data is None else self.data.draw(*batch)
+                outputs, rebuild = self._forward_backward(batch)
             self._update(prepared)
             done = True
         finally:
@@ -337,4 +345,40 @@ def _check(loss_fn, optimizer, model, precision, scaler) -> None:
     if precision is not None and scaler is not None:
         raise ValueError(
             "TrainStep: precision has a loss scale of its own; pass either precision or scaler"
+        )
+
+
+def _compile_arguments(compile: bool | str | dict) -> dict | None:
+    """torch.compile's, without graphs of its own inside of ours; None: don't compile."""
+    if compile is False or compile is True:
+        return {} if compile else None
+    if not isinstance(compile, str | dict):
+        raise TypeError(
+            "TrainStep: compile must be a bool, a mode of torch.compile or a dict of its "
+            f"arguments, got {compile!r}"
+        )
+    arguments = {"mode": compile} if isinstance(compile, str) else dict(compile)
+    mode, options = arguments.get("mode"), arguments.get("options") or {}
+    if mode == "max-autotune":
+        arguments["mode"] = "max-autotune-no-cudagraphs"
+    elif mode == "reduce-overhead" or options.get("triton.cudagraphs"):
+        raise ValueError(
+            "TrainStep: compile asks for CUDA graphs of torch.compile's, but the whole step is one "
+            "already; pass compile=True"
+        )
+    return arguments
+
+
+def _check_data(data: DeviceLoader | None, device: torch.device) -> None:
+    if data is None:
+        return
+    if not isinstance(data, DeviceLoader):
+        raise TypeError(
+            f"TrainStep: data must be a tr.data.DeviceLoader, got {type(data).__name__}; of any "
+            "other loader, pass the batches: step(*batch)"
+        )
+    if data.device != device:
+        raise ValueError(
+            f"TrainStep: data is on {data.device}, the parameters are on {device}; "
+            "loader.dataset.to(device) moves a dataset"
         )

@@ -25,7 +25,7 @@ class Evaluation:
     samples: int
 
     def __getattr__(self, name: str) -> float:
-        if name.startswith("top") and name[3:].isdigit() and int(name[3:]) in self.accuracy:
+        if name.startswith("top") and name[3:].isdecimal() and int(name[3:]) in self.accuracy:
             return self.accuracy[int(name[3:])]
         raise AttributeError(
             f"Evaluation has no {name!r}; topk=(1, 5) of the Evaluator makes top1 and top5"
@@ -42,10 +42,11 @@ class Sums:
 
     Args:
         topk: the numbers of classes among which a label may be.
+        classes: whether integer targets are labels of classes even if there is no topk.
     """
 
-    def __init__(self, device: torch.device, topk: tuple[int, ...]):
-        self.device, self._topk = device, topk
+    def __init__(self, device: torch.device, topk: tuple[int, ...], classes: bool):
+        self.device, self._topk, self._classes = device, topk, classes or bool(topk)
         # the bits of the loss, then: samples, labels that are no class, correct ones for each k
         self._all = torch.zeros(3 + len(topk), dtype=torch.int64, device=device)
         self._loss, self._counts = self._all[:1].view(torch.float64), self._all[1:]
@@ -71,7 +72,8 @@ class Sums:
                 (_among_largest(output, target, k) & valid).sum() if k < classes else n_valid
                 for k in self._topk
             ]
-            self._counts.add_(torch.stack([counted, counted - n_valid, *correct]))
+            bad = counted - n_valid if self._classes else torch.zeros_like(counted)
+            self._counts.add_(torch.stack([counted, bad, *correct]))
         else:
             counted = torch.full((), len(target), dtype=torch.int64, device=self.device)
             self._counts[0].add_(counted)

@@ -86,7 +86,8 @@ class Evaluator:
             TypeError: for batches without a target, and outputs that aren't tensors.
             ValueError: for a loader without samples, a loss of several elements, and targets that
                 accuracy isn't defined for.
-            IndexError: for labels that are neither a class nor ignored, at the end.
+            IndexError: for labels that are neither a class nor ignored, at the end; not where
+                `topk` is empty and the loss has no `ignore_index`, as they needn't be labels then.
             RuntimeError: with `precision` inside of torch.autocast.
             Whatever the loader, the model and the loss raise.
         """
@@ -117,7 +118,9 @@ class Evaluator:
     def _run(self, batches: Iterable, device: torch.device) -> tuple[Evaluation, int]:
         if self._sums is None or self._sums.device != device:
             self.reset()
-            self._sums = Sums(device, self._topk)
+            # Of other losses, without accuracy, integers may be whatever they like.
+            classes = self._loss_fn is cross_entropy or hasattr(self._loss_fn, "ignore_index")
+            self._sums = Sums(device, self._topk, classes)
         self._evaluations += 1
         self._drop_stale()
         self._sums.zero_()
@@ -213,11 +216,16 @@ class Evaluator:
         device = self._sums.device
         self._pool = self._pool or graphs.Pool(device)
         inputs = tuple(static_input(leaf, device) for leaf in leaves)
-        _C.copy_inputs(inputs, leaves)
         given = tuple(leaf if s is None else s for s, leaf in zip(inputs, leaves, strict=True))
+
+        def work():
+            copies = _C.GraphCopies(inputs)
+            self._work(given, key.spec)
+            return copies
+
         try:
             torch.clear_autocast_cache()  # a graph makes its casts itself
-            graph, _ = self._pool.capture(lambda: self._work(given, key.spec))
+            graph, copies = self._pool.capture(work)
         except graphs.CaptureError:
             key.watch.restore()
             raise
@@ -229,7 +237,7 @@ class Evaluator:
             self._pool.release(graph)
             raise graphs.CaptureError(f"running it changes Python's state: {changed}")
         self._keys.remove(key)
-        return Captured(key, graph, inputs)
+        return Captured(key, graph, inputs, copies)
 
     def _drop_stale(self) -> None:
         """Graphs for a state of the model that is gone, which they would keep alive."""
@@ -321,7 +329,8 @@ def _parts(batch: object, index: int) -> tuple:
             "target); a generator over the loader can make it so"
         )
     if not isinstance(batch[-1], Tensor) or batch[-1].ndim == 0:
-        got = "a tensor without dimensions" if isinstance(batch[-1], Tensor) else type(batch[-1])
+        tensor = isinstance(batch[-1], Tensor)
+        got = "a tensor without dimensions" if tensor else type(batch[-1]).__name__
         raise TypeError(f"Evaluator: batch {index} must end with a tensor of targets, got {got}")
     return tuple(batch)
 
@@ -345,6 +354,11 @@ def _check(model, loss_fn, precision, topk, max_graphs) -> tuple[int, ...]:
         raise TypeError(f"Evaluator: model must be an nn.Module, got {type(model).__name__}")
     if loss_fn is not None and not callable(loss_fn):
         raise TypeError(f"Evaluator: loss_fn must be callable, got {type(loss_fn).__name__}")
+    if getattr(loss_fn, "reduction", "mean") == "sum":
+        raise ValueError(
+            "Evaluator: loss_fn must return the mean over the batch, got one with "
+            "reduction='sum'; give it reduction='mean'"
+        )
     if precision is not None and precision not in amp.PRECISIONS:
         raise ValueError(
             f"Evaluator: precision must be one of {list(amp.PRECISIONS)} or None, got {precision!r}"

@@ -13,6 +13,7 @@ from . import _verify, _watch, graphs
 from ._captured import Captured, Explanation, Key, Keys, flatten, levels, static_input
 from ._eager import Eager
 from ._ops import _C, build_info
+from .data.loader import DeviceLoader
 
 _IDLE = 100  # calls after which a graph may make room for another
 
@@ -46,13 +47,17 @@ class TrainStep:
             updates: `step.accumulate = k`.
         warmup: eager calls before the first capture, at least 1.
         max_graphs: graphs kept. Beyond, a graph that wasn't used for 100 calls makes room.
-        compile: compile `loss_fn` with `torch.compile`; its kernels become part of the graph.
+        compile: compile `loss_fn` with `torch.compile`; its kernels become part of the graph. Also
+            a mode of torch.compile or a dict of its arguments; graphs of its own are left out.
         verify: compare the first replay of each graph with an eager step from the same state, and
             stay eager where they differ.
         strict: raise a `tr.CaptureError` instead of falling back.
+        data: a `tr.data.DeviceLoader`, from which `step()` then draws its batches, epoch after
+            epoch. Drawing is part of the graph, so that nothing is copied.
 
     Raises:
         TypeError, ValueError: for arguments that don't fit, or that exclude each other.
+        What torch.compile raises, for `compile`.
     """
 
     def __init__(
@@ -66,14 +71,15 @@ class TrainStep:
         accumulate: int = 1,
         warmup: int = 3,
         max_graphs: int = 8,
-        compile: bool = False,
+        compile: bool | str | dict = False,
         verify: bool = False,
         strict: bool = False,
+        data: DeviceLoader | None = None,
     ):
         for name, value in (("warmup", warmup), ("max_graphs", max_graphs)):
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"TrainStep: {name} must be an int >= 1, got {value!r}")
-        self._eager = Eager(loss_fn, optimizer, model, precision, scaler, accumulate, compile)
+        self._eager = Eager(loss_fn, optimizer, model, precision, scaler, accumulate, compile, data)
         self._optimizer, self._loss_fn = optimizer, loss_fn
         self._warmup, self._max_graphs = warmup, max_graphs
         self._verify, self._strict = verify, strict
@@ -105,11 +111,25 @@ class TrainStep:
         return self._graphs[0].inputs if self._graphs else ()
 
     def __call__(self, *batch):
-        """One step, or one micro-batch of it.
+        """One step, or one micro-batch of it. With `data`, it is called without a batch.
 
         Returns:
             What `loss_fn` returned, detached; tensors keep their value after later steps.
         """
+        data = self._eager.data
+        if data is None:
+            return self._step(batch)
+        if batch:
+            raise TypeError("TrainStep: with data=, step() draws its batches and takes none")
+        size, done = data.upcoming(), False
+        try:
+            results = self._step((size,))
+            done = True
+        finally:
+            data.drawn(certain=done)
+        return results
+
+    def _step(self, batch: tuple):
         self._calls += 1
         captured = self._current
         leaves, spec = (batch, None) if captured and captured.key.spec is None else flatten(batch)
@@ -251,7 +271,10 @@ class TrainStep:
 
     def _new_watch(self):
         modules = _watch.all_modules(self._eager.roots())
-        return _watch.watch(_watch.look_into(self._loss_fn), modules, self._optimizer)
+        found, data = _watch.look_into(self._loss_fn), self._eager.data
+        if data is not None:  # a captured draw has these as numbers
+            found.items += [(vars(data), key, "data") for key in ("shuffle", "rank", "world_size")]
+        return _watch.watch(found, modules, self._optimizer)
 
     def _try(self, key: Key, leaves: tuple) -> tuple[Captured | None, str]:
         try:
@@ -275,12 +298,16 @@ class TrainStep:
         else:
             raise graphs.CaptureError("the optimizer's state changes from step to step")
         inputs = tuple(static_input(leaf, eager.device) for leaf in leaves)
-        _C.copy_inputs(inputs, leaves)
         given = tuple(leaf if s is None else s for s, leaf in zip(inputs, leaves, strict=True))
+
+        def work():
+            copies = _C.GraphCopies(inputs)
+            outputs, rebuild = eager.captured_work(given, key.spec)
+            copies.add_results(outputs)
+            return copies, rebuild
+
         try:
-            graph, (outputs, rebuild) = self._pool.capture(
-                lambda: eager.captured_work(given, key.spec)
-            )
+            graph, (copies, rebuild) = self._pool.capture(work)
         except graphs.CaptureError:
             key.watch.restore()
             raise
@@ -292,7 +319,7 @@ class TrainStep:
         parts = eager.scale_parts()
         scale = parts and parts[0]
         touched = plan.host.taking_part()
-        return Captured(key, graph, inputs, outputs, rebuild, plan.host.generation, scale, touched)
+        return Captured(key, graph, inputs, copies, rebuild, plan.host.generation, scale, touched)
 
     # -- for the program -------------------------------------------------------------------------
 

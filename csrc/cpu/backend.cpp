@@ -10,16 +10,13 @@
 namespace torch_renaissance {
 namespace {
 
-const bool registered = [] {
+const bool cpu_registered = [] {
   cpu_backend.update = [](const Update& u, const at::Tensor&) { update_cpu(u); };
   cpu_backend.norm = [](const Norm& n, const at::Tensor&) { norm_cpu(n); };
   cpu_backend.slot_norms = [](const Norm& n, const at::Tensor&) { lars_norms_cpu(n); };
   cpu_backend.pack = [](const Pack& p, const at::Tensor&) { pack_cpu(p); };
   cpu_backend.write = [](double* to, at::ArrayRef<double> values, const at::Tensor&) {
     std::copy(values.begin(), values.end(), to);
-  };
-  cpu_backend.copy = [](const Copies& c, const at::Tensor&) {
-    for (int i = 0; i < c.n; ++i) std::memcpy(c.item[i].to, c.item[i].from, c.item[i].bytes);
   };
   cpu_backend.is_capturing = [] { return false; };
   return true;

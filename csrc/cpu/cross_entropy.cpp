@@ -275,7 +275,7 @@ void for_dtype(ScalarType dtype, F&& f) {
   }
 }
 
-const bool registered = [] {
+const bool cross_entropy_registered = [] {
   cpu_cross_entropy.forward = [](const CrossEntropy& c, const at::Tensor&) {
     for_dtype(c.dtype, [&](auto scalar) { forward<decltype(scalar)>(c); });
   };

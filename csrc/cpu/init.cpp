@@ -9,11 +9,11 @@
 namespace torch_renaissance {
 namespace {
 
-constexpr int64_t kGrain = 4096;
+constexpr int64_t kBlockGrain = 4096;
 
 template <typename scalar_t, typename Round>
 void fill(const Fill& f, Round round) {
-  at::parallel_for(0, (f.count + 1) / 2, kGrain, [&](int64_t begin, int64_t end) {
+  at::parallel_for(0, (f.count + 1) / 2, kBlockGrain, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) fill_block<scalar_t>(f, i, round);
   });
 }

@@ -147,17 +147,4 @@ TR_INLINE void write_across(T* __restrict__ grad,
 TR_ROWS(float)
 TR_ROWS(double)
 
-TR_VECTOR_CLONES void load_half(float* to, const uint16_t* from, int64_t n) {
-  load_values<c10::Half>(to, from, n);
-}
-TR_VECTOR_CLONES void load_bfloat16(float* to, const uint16_t* from, int64_t n) {
-  load_values<c10::BFloat16>(to, from, n);
-}
-TR_VECTOR_CLONES void save_half(uint16_t* to, const float* from, int64_t n) {
-  save_values<c10::Half>(to, from, n);
-}
-TR_VECTOR_CLONES void save_bfloat16(uint16_t* to, const float* from, int64_t n) {
-  save_values<c10::BFloat16>(to, from, n);
-}
-
 }  // namespace torch_renaissance

@@ -46,9 +46,4 @@ void write_tile(double* grad,
                 const double* weight,
                 int64_t n_classes);
 
-void load_half(float* to, const uint16_t* from, int64_t n);
-void load_bfloat16(float* to, const uint16_t* from, int64_t n);
-void save_half(uint16_t* to, const float* from, int64_t n);
-void save_bfloat16(uint16_t* to, const float* from, int64_t n);
-
 }  // namespace torch_renaissance

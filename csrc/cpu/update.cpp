@@ -44,35 +44,6 @@ TR_INLINE void update_values(const typename R::template Scalars<T>& s,
   }
 }
 
-// 16-bit values go through fp32 in pieces that stay in L1: gcc vectorises each loop alone, but not
-// conversion and update in one.
-template <typename R, int PLANES, bool PLAIN, typename scalar_t>
-TR_INLINE void update_span(const typename R::template Scalars<opmath_t<scalar_t>>& s,
-                           memory_t<scalar_t>* param,
-                           memory_t<scalar_t>* grad,
-                           memory_t<scalar_t>* const* planes,
-                           opmath_t<scalar_t> grad_scale,
-                           opmath_t<scalar_t> multiplier,
-                           int64_t count) {
-  if constexpr (sizeof(scalar_t) > sizeof(uint16_t)) {
-    update_values<R, PLANES, PLAIN, scalar_t>(
-        s, param, grad, planes[0], planes[1], planes[2], grad_scale, multiplier, count);
-  } else {
-    constexpr int64_t kPiece = 256;
-    float w[kPiece], g[kPiece], state[kMaxPlanes][kPiece];
-    for (int64_t i = 0; i < count; i += kPiece) {
-      const int64_t n = std::min(kPiece, count - i);
-      load_values<scalar_t>(w, param + i, n);
-      load_values<scalar_t>(g, grad + i, n);
-      for (int p = 0; p < PLANES; ++p) load_values<scalar_t>(state[p], planes[p] + i, n);
-      update_values<R, PLANES, PLAIN, float>(
-          s, w, g, state[0], state[1], state[2], grad_scale, multiplier, n);
-      save_values<scalar_t>(param + i, w, n);
-      for (int p = 0; p < PLANES; ++p) save_values<scalar_t>(planes[p] + i, state[p], n);
-    }
-  }
-}
-
 template <typename scalar_t>
 void unscale_span(memory_t<scalar_t>* grad, opmath_t<scalar_t> grad_scale, int64_t count) {
   for (int64_t i = 0; i < count; ++i) {
@@ -81,27 +52,25 @@ void unscale_span(memory_t<scalar_t>* grad, opmath_t<scalar_t> grad_scale, int64
 }
 
 // target_clones takes functions, not templates: one per rule, number of planes and dtype.
-#define TR_SPAN(NAME, RULE, PLANES, scalar_t)                            \
-  TR_VECTOR_CLONES void NAME(const RULE::Scalars<opmath_t<scalar_t>>& s, \
-                             memory_t<scalar_t>* param,                  \
-                             memory_t<scalar_t>* grad,                   \
-                             memory_t<scalar_t>* const* planes,          \
-                             opmath_t<scalar_t> grad_scale,              \
-                             opmath_t<scalar_t> multiplier,              \
-                             int64_t count) {                            \
-    if (s.plain && grad_scale == 1 && multiplier == 1) {                 \
-      update_span<RULE, PLANES, true, scalar_t>(                         \
-          s, param, grad, planes, grad_scale, multiplier, count);        \
-    } else {                                                             \
-      update_span<RULE, PLANES, false, scalar_t>(                        \
-          s, param, grad, planes, grad_scale, multiplier, count);        \
-    }                                                                    \
+#define TR_SPAN(NAME, RULE, PLANES, T)                                                     \
+  TR_VECTOR_CLONES void NAME(const RULE::Scalars<T>& s,                                    \
+                             T* param,                                                     \
+                             T* grad,                                                      \
+                             T* const* planes,                                             \
+                             T grad_scale,                                                 \
+                             T multiplier,                                                 \
+                             int64_t count) {                                              \
+    if (s.plain && grad_scale == 1 && multiplier == 1) {                                   \
+      update_values<RULE, PLANES, true, T>(                                                \
+          s, param, grad, planes[0], planes[1], planes[2], grad_scale, multiplier, count); \
+    } else {                                                                               \
+      update_values<RULE, PLANES, false, T>(                                               \
+          s, param, grad, planes[0], planes[1], planes[2], grad_scale, multiplier, count); \
+    }                                                                                      \
   }
-#define TR_SPANS(RULE, PLANES, PREFIX)            \
-  TR_SPAN(PREFIX##_float, RULE, PLANES, float)    \
-  TR_SPAN(PREFIX##_double, RULE, PLANES, double)  \
-  TR_SPAN(PREFIX##_half, RULE, PLANES, c10::Half) \
-  TR_SPAN(PREFIX##_bfloat16, RULE, PLANES, c10::BFloat16)
+#define TR_SPANS(RULE, PLANES, PREFIX)         \
+  TR_SPAN(PREFIX##_float, RULE, PLANES, float) \
+  TR_SPAN(PREFIX##_double, RULE, PLANES, double)
 
 TR_SPANS(AdamRule, 2, adam)
 TR_SPANS(AdamRule, 3, amsgrad)
@@ -110,14 +79,41 @@ TR_SPANS(SgdRule, 1, momentum)
 TR_SPANS(LarsRule, 0, lars)
 TR_SPANS(LarsRule, 1, lars_momentum)
 
+template <typename R, typename T>
+using Span = void (*)(const typename R::template Scalars<T>&, T*, T*, T* const*, T, T, int64_t);
+
+// 16-bit values go through fp32 in pieces that stay in L1: gcc vectorises each loop alone, but not
+// conversion and update in one.
 template <typename R, typename scalar_t>
-using Span = void (*)(const typename R::template Scalars<opmath_t<scalar_t>>&,
-                      memory_t<scalar_t>*,
-                      memory_t<scalar_t>*,
-                      memory_t<scalar_t>* const*,
-                      opmath_t<scalar_t>,
-                      opmath_t<scalar_t>,
-                      int64_t);
+void update_span(Span<R, opmath_t<scalar_t>> span,
+                 const typename R::template Scalars<opmath_t<scalar_t>>& s,
+                 memory_t<scalar_t>* param,
+                 memory_t<scalar_t>* grad,
+                 memory_t<scalar_t>* const* planes,
+                 opmath_t<scalar_t> grad_scale,
+                 opmath_t<scalar_t> multiplier,
+                 int64_t count) {
+  if constexpr (sizeof(scalar_t) > sizeof(uint16_t)) {
+    span(s, param, grad, planes, grad_scale, multiplier, count);
+  } else {
+    constexpr int64_t kPiece = 256;
+    float w[kPiece], g[kPiece], state[kMaxPlanes][kPiece];
+    float* const pieces[kMaxPlanes] = {state[0], state[1], state[2]};
+    for (int64_t i = 0; i < count; i += kPiece) {
+      const int64_t n = std::min(kPiece, count - i);
+      load_values<scalar_t>(w, param + i, n);
+      load_values<scalar_t>(g, grad + i, n);
+      for (int p = 0; p < R::kPlanes; ++p) {
+        if (planes[p] != nullptr) load_values<scalar_t>(state[p], planes[p] + i, n);
+      }
+      span(s, w, g, pieces, grad_scale, multiplier, n);
+      save_values<scalar_t>(param + i, w, n);
+      for (int p = 0; p < R::kPlanes; ++p) {
+        if (planes[p] != nullptr) save_values<scalar_t>(planes[p] + i, state[p], n);
+      }
+    }
+  }
+}
 
 // Elements worth a thread, as in torch's own loops.
 constexpr int64_t kGrain = 32768;
@@ -205,7 +201,9 @@ typename R::Correction correction(const Update& u,
 }
 
 template <typename R, typename scalar_t>
-void update(const Update& u, Span<R, scalar_t> with_all_planes, Span<R, scalar_t> without_last) {
+void update(const Update& u,
+            Span<R, opmath_t<scalar_t>> with_all_planes,
+            Span<R, opmath_t<scalar_t>> without_last) {
   using T = opmath_t<scalar_t>;
   const T grad_scale = u.grad_scale != nullptr ? static_cast<T>(*u.grad_scale) : T(1);
   const Extras<scalar_t> extras(u);
@@ -239,13 +237,14 @@ void update(const Update& u, Span<R, scalar_t> with_all_planes, Span<R, scalar_t
       }
       const auto span = planes[R::kPlanes - 1] != nullptr ? with_all_planes : without_last;
       if (slot.grad != nullptr) {
-        span(scalars,
-             static_cast<memory_t<scalar_t>*>(slot.param) + chunk->start,
-             extras.widened(slot, *chunk, buffer),
-             planes,
-             grad_scale,
-             extras.multiplier,
-             chunk->count);
+        update_span<R, scalar_t>(span,
+                                 scalars,
+                                 static_cast<memory_t<scalar_t>*>(slot.param) + chunk->start,
+                                 extras.widened(slot, *chunk, buffer),
+                                 planes,
+                                 grad_scale,
+                                 extras.multiplier,
+                                 chunk->count);
         if (u.grad_scale != nullptr) extras.unscale(slot, *chunk, grad_scale);
       }
       if (u.control != nullptr) extras.finish(slot, *segment, *chunk);
@@ -265,19 +264,18 @@ void update(const Update& u, Span<R, scalar_t> with_all_planes, Span<R, scalar_t
   }
 }
 
-#define TR_UPDATE(NAME, RULE, WITH_ALL_PLANES, WITHOUT_LAST)                             \
-  void NAME(const Update& u) {                                                           \
-    switch (u.dtype) {                                                                   \
-      case ScalarType::kFloat:                                                           \
-        return update<RULE, float>(u, WITH_ALL_PLANES##_float, WITHOUT_LAST##_float);    \
-      case ScalarType::kDouble:                                                          \
-        return update<RULE, double>(u, WITH_ALL_PLANES##_double, WITHOUT_LAST##_double); \
-      case ScalarType::kHalf:                                                            \
-        return update<RULE, c10::Half>(u, WITH_ALL_PLANES##_half, WITHOUT_LAST##_half);  \
-      case ScalarType::kBFloat16:                                                        \
-        return update<RULE, c10::BFloat16>(                                              \
-            u, WITH_ALL_PLANES##_bfloat16, WITHOUT_LAST##_bfloat16);                     \
-    }                                                                                    \
+#define TR_UPDATE(NAME, RULE, WITH_ALL_PLANES, WITHOUT_LAST)                                  \
+  void NAME(const Update& u) {                                                                \
+    switch (u.dtype) {                                                                        \
+      case ScalarType::kFloat:                                                                \
+        return update<RULE, float>(u, WITH_ALL_PLANES##_float, WITHOUT_LAST##_float);         \
+      case ScalarType::kDouble:                                                               \
+        return update<RULE, double>(u, WITH_ALL_PLANES##_double, WITHOUT_LAST##_double);      \
+      case ScalarType::kHalf:                                                                 \
+        return update<RULE, c10::Half>(u, WITH_ALL_PLANES##_float, WITHOUT_LAST##_float);     \
+      case ScalarType::kBFloat16:                                                             \
+        return update<RULE, c10::BFloat16>(u, WITH_ALL_PLANES##_float, WITHOUT_LAST##_float); \
+    }                                                                                         \
   }
 TR_UPDATE(update_adam, AdamRule, amsgrad, adam)
 TR_UPDATE(update_sgd, SgdRule, momentum, sgd)

@@ -6,6 +6,7 @@
 #include <c10/util/Half.h>
 
 #include <cstdint>
+#include <type_traits>
 
 // Builds each loop for processors with fused multiply-add as well, and picks at load time; the
 // formulas say where to fuse, so all give the same bits.
@@ -76,14 +77,21 @@ struct Memory<c10::BFloat16> {
 template <typename scalar_t>
 using memory_t = typename Memory<scalar_t>::type;
 
+void load_half(float* to, const uint16_t* from, int64_t n);
+void load_bfloat16(float* to, const uint16_t* from, int64_t n);
+void save_half(uint16_t* to, const float* from, int64_t n);
+void save_bfloat16(uint16_t* to, const float* from, int64_t n);
+
 template <typename scalar_t>
-TR_INLINE void load_values(float* __restrict__ to, const uint16_t* __restrict__ from, int64_t n) {
-  for (int64_t i = 0; i < n; ++i) to[i] = Memory<scalar_t>::load(from[i]);
+void load_values(float* to, const uint16_t* from, int64_t n) {
+  constexpr bool half = std::is_same_v<scalar_t, c10::Half>;
+  half ? load_half(to, from, n) : load_bfloat16(to, from, n);
 }
 
 template <typename scalar_t>
-TR_INLINE void save_values(uint16_t* __restrict__ to, const float* __restrict__ from, int64_t n) {
-  for (int64_t i = 0; i < n; ++i) to[i] = Memory<scalar_t>::save(from[i]);
+void save_values(uint16_t* to, const float* from, int64_t n) {
+  constexpr bool half = std::is_same_v<scalar_t, c10::Half>;
+  half ? save_half(to, from, n) : save_bfloat16(to, from, n);
 }
 
 }  // namespace torch_renaissance

@@ -38,9 +38,18 @@ struct Cuda {
     C10_CUDA_CHECK(write_values_cuda(
         to, values.data(), static_cast<int64_t>(values.size()), c10::cuda::getCurrentCUDAStream()));
   }
-  static void copy(const Copies& c, const at::Tensor& like) {
+  static void* capture_copy(const Copies& c, const at::Tensor& like) {
     const c10::cuda::CUDAGuard guard(like.device());
-    C10_CUDA_CHECK(copy_cuda(c, c10::cuda::getCurrentCUDAStream()));
+    cudaGraphNode_t node;
+    C10_CUDA_CHECK(capture_copy_cuda(c, c10::cuda::getCurrentCUDAStream(), &node));
+    return node;
+  }
+  static void set_copy(uint64_t exec, void* node, const Copies& c) {
+    C10_CUDA_CHECK(set_copy_cuda(
+        c, reinterpret_cast<cudaGraphExec_t>(exec), static_cast<cudaGraphNode_t>(node)));
+  }
+  static bool is_capturing() {
+    return c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None;
   }
   static void check_slots(int64_t n_slots) {
     TORCH_CHECK(
@@ -48,13 +57,15 @@ struct Cuda {
   }
 };
 
-bool capturing() {
-  return c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None;
-}
-
-const bool registered = [] {
-  cuda_backend = {
-      Cuda::update, Cuda::norm, Cuda::slot_norms, Cuda::pack, Cuda::write, Cuda::copy, capturing};
+const bool cuda_registered = [] {
+  cuda_backend = {Cuda::update,
+                  Cuda::norm,
+                  Cuda::slot_norms,
+                  Cuda::pack,
+                  Cuda::write,
+                  Cuda::capture_copy,
+                  Cuda::set_copy,
+                  Cuda::is_capturing};
   return true;
 }();
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Copies of a step's inputs and results: one launch for all of them.
+// Copies of a step's inputs and results: nodes of its graph, with a kernel for all of them.
 #include <algorithm>
 
 #include "launch.h"
@@ -7,34 +7,62 @@
 namespace torch_renaissance {
 namespace {
 
-constexpr int kThreads = 256;
-constexpr int kMaxBlocks = 256;  // of each copy: inputs are small
+constexpr int kCopyThreads = 256;
+constexpr int kMostCopyBlocks = 256;  // of each copy: inputs are small
 
-__global__ void __launch_bounds__(kThreads) copy_kernel(const __grid_constant__ Copies c) {
+__global__ void __launch_bounds__(kCopyThreads) copy_kernel(const __grid_constant__ Copies c) {
   const auto& item = c.item[blockIdx.y];
   const auto to = static_cast<char*>(item.to);
   const auto from = static_cast<const char*>(item.from);
   const bool aligned =
       ((reinterpret_cast<uintptr_t>(to) | reinterpret_cast<uintptr_t>(from)) & 15) == 0;
   const int64_t vectors = aligned ? item.bytes / 16 : 0;
-  const int64_t first = blockIdx.x * int64_t{kThreads} + threadIdx.x;
-  const int64_t stride = gridDim.x * int64_t{kThreads};
+  const int64_t first = blockIdx.x * int64_t{kCopyThreads} + threadIdx.x;
+  const int64_t stride = gridDim.x * int64_t{kCopyThreads};
   for (int64_t i = first; i < vectors; i += stride) {
     reinterpret_cast<uint4*>(to)[i] = reinterpret_cast<const uint4*>(from)[i];
   }
   for (int64_t i = vectors * 16 + first; i < item.bytes; i += stride) to[i] = from[i];
 }
 
+cudaKernelNodeParams copy_params(const Copies& c, void** arguments) {
+  int64_t most = 1;
+  for (int i = 0; i < c.n; ++i) most = std::max(most, c.item[i].bytes);
+  const int64_t blocks = (most + kCopyThreads * 16 - 1) / (kCopyThreads * 16);
+  arguments[0] = const_cast<Copies*>(&c);
+  cudaKernelNodeParams p{};
+  p.func = reinterpret_cast<void*>(copy_kernel);
+  p.gridDim = dim3(static_cast<unsigned>(std::min<int64_t>(blocks, kMostCopyBlocks)), c.n);
+  p.blockDim = dim3(kCopyThreads);
+  p.kernelParams = arguments;
+  return p;
+}
+
 }  // namespace
 
-cudaError_t copy_cuda(const Copies& c, cudaStream_t stream) {
-  int64_t most = 0;
-  for (int i = 0; i < c.n; ++i) most = std::max(most, c.item[i].bytes);
-  if (most == 0) return cudaSuccess;
-  const int64_t blocks = (most + kThreads * 16 - 1) / (kThreads * 16);
-  const dim3 grid(static_cast<unsigned>(std::min<int64_t>(blocks, kMaxBlocks)), c.n);
-  copy_kernel<<<grid, kThreads, 0, stream>>>(c);
-  return cudaGetLastError();
+cudaError_t capture_copy_cuda(const Copies& c, cudaStream_t stream, cudaGraphNode_t* node) {
+  void* arguments[1];
+  const cudaKernelNodeParams p = copy_params(c, arguments);
+  cudaError_t error = cudaLaunchKernel(p.func, p.gridDim, p.blockDim, arguments, 0, stream);
+  if (error != cudaSuccess) return error;
+  cudaStreamCaptureStatus status;
+  const cudaGraphNode_t* last = nullptr;
+  size_t n = 0;
+#if CUDART_VERSION >= 13000
+  error = cudaStreamGetCaptureInfo(stream, &status, nullptr, nullptr, &last, nullptr, &n);
+#else
+  error = cudaStreamGetCaptureInfo_v2(stream, &status, nullptr, nullptr, &last, &n);
+#endif
+  if (error != cudaSuccess) return error;
+  if (status != cudaStreamCaptureStatusActive || n != 1) return cudaErrorInvalidValue;
+  *node = *last;
+  return cudaSuccess;
+}
+
+cudaError_t set_copy_cuda(const Copies& c, cudaGraphExec_t exec, cudaGraphNode_t node) {
+  void* arguments[1];
+  const cudaKernelNodeParams p = copy_params(c, arguments);
+  return cudaGraphExecKernelNodeSetParams(exec, node, &p);
 }
 
 }  // namespace torch_renaissance

@@ -56,7 +56,7 @@ void backward(const CrossEntropy& c, const at::Tensor& like) {
   C10_CUDA_CHECK(cross_entropy_backward_cuda(c, c10::cuda::getCurrentCUDAStream()));
 }
 
-const bool registered = [] {
+const bool cuda_cross_entropy_registered = [] {
   cuda_cross_entropy = {forward, backward, [] { return !capturing(); }};
   return true;
 }();

@@ -10,17 +10,17 @@
 namespace torch_renaissance {
 namespace {
 
-constexpr int kThreads = 256;
-constexpr int64_t kMaxBlocks = 1 << 16;  // beyond, a thread takes several turns
+constexpr int kFillThreads = 256;
+constexpr int64_t kMostFillBlocks = 1 << 16;  // beyond, a thread takes several turns
 
 template <typename scalar_t>
-__global__ void __launch_bounds__(kThreads) fill_random_kernel(const __grid_constant__ Fill f) {
-  const int64_t stride = static_cast<int64_t>(gridDim.x) * kThreads;
+__global__ void __launch_bounds__(kFillThreads) fill_random_kernel(const __grid_constant__ Fill f) {
+  const int64_t stride = static_cast<int64_t>(gridDim.x) * kFillThreads;
   const auto round = [](double x) {
     if constexpr (sizeof(scalar_t) == 8) return x;
     if constexpr (sizeof(scalar_t) != 8) return static_cast<scalar_t>(static_cast<float>(x));
   };
-  for (int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; 2 * i < f.count;
+  for (int64_t i = static_cast<int64_t>(blockIdx.x) * kFillThreads + threadIdx.x; 2 * i < f.count;
        i += stride) {
     fill_block<scalar_t>(f, i, round);
   }
@@ -29,9 +29,9 @@ __global__ void __launch_bounds__(kThreads) fill_random_kernel(const __grid_cons
 template <typename scalar_t>
 cudaError_t launch(const Fill& f, cudaStream_t stream) {
   if (f.count == 0) return cudaSuccess;
-  const int64_t per_block = 2 * kThreads;
-  const int64_t blocks = std::min(kMaxBlocks, (f.count + per_block - 1) / per_block);
-  fill_random_kernel<scalar_t><<<blocks, kThreads, 0, stream>>>(f);
+  const int64_t per_block = 2 * kFillThreads;
+  const int64_t blocks = std::min(kMostFillBlocks, (f.count + per_block - 1) / per_block);
+  fill_random_kernel<scalar_t><<<blocks, kFillThreads, 0, stream>>>(f);
   return cudaGetLastError();
 }
 

@@ -133,7 +133,7 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 template <typename scalar_t, int SLOTS>
-cudaError_t launch(const Norm& n, cudaStream_t stream) {
+cudaError_t launch_lars_norms(const Norm& n, cudaStream_t stream) {
   LarsArguments<SLOTS> a;
   int64_t chunks = 0;
   for (int i = 0; i < kMaxSegments; ++i) {
@@ -160,9 +160,9 @@ cudaError_t launch(const Norm& n, cudaStream_t stream) {
 }
 
 template <typename scalar_t>
-cudaError_t launch(const Norm& n, cudaStream_t stream) {
-  return n.n_slots <= kFewSlots ? launch<scalar_t, kFewSlots>(n, stream)
-                                : launch<scalar_t, kMaxSlots>(n, stream);
+cudaError_t launch_lars_norms(const Norm& n, cudaStream_t stream) {
+  return n.n_slots <= kFewSlots ? launch_lars_norms<scalar_t, kFewSlots>(n, stream)
+                                : launch_lars_norms<scalar_t, kMaxSlots>(n, stream);
 }
 
 }  // namespace
@@ -170,13 +170,13 @@ cudaError_t launch(const Norm& n, cudaStream_t stream) {
 cudaError_t lars_norms_cuda(const Norm& n, cudaStream_t stream) {
   switch (n.dtype) {
     case ScalarType::kFloat:
-      return launch<float>(n, stream);
+      return launch_lars_norms<float>(n, stream);
     case ScalarType::kDouble:
-      return launch<double>(n, stream);
+      return launch_lars_norms<double>(n, stream);
     case ScalarType::kHalf:
-      return launch<__half>(n, stream);
+      return launch_lars_norms<__half>(n, stream);
     case ScalarType::kBFloat16:
-      return launch<__nv_bfloat16>(n, stream);
+      return launch_lars_norms<__nv_bfloat16>(n, stream);
   }
   return cudaErrorInvalidValue;
 }

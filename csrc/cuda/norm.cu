@@ -32,7 +32,7 @@ struct NormArguments {
   } slots[SLOTS];
 };
 
-// `bad` becomes NaN where a gradient isn't finite, whatever its square does.
+// `bad` stays 0 unless a gradient isn't finite, whatever its square does.
 template <int N, typename scalar_t, typename T>
 __device__ __forceinline__ void add_squares(const void* grad,
                                             int i,
@@ -80,45 +80,37 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
     }
   }
   double total = sum_of_block<kThreads>(sum, shared);
-  double total_bad = sum_of_block<kThreads>(bad, shared);
+  bool any_bad = __syncthreads_or(bad != T(0));
   if (threadIdx.x == 0) {
     a.partials[blockIdx.x] = total;
-    a.partials[kNormPartials + blockIdx.x] = total_bad;
+    a.partials[kNormPartials + blockIdx.x] = any_bad;
     __threadfence();
     last = atomicAdd(a.counters + kTicket, 1) == static_cast<int>(gridDim.x) - 1;
   }
   __syncthreads();
   if (!last) return;
   __threadfence();
-  double mine = 0, mine_bad = 0;
+  double mine = 0, bad_blocks = 0;
   for (unsigned i = threadIdx.x; i < gridDim.x; i += kThreads) {
     mine += __ldcg(a.partials + i);
-    mine_bad += __ldcg(a.partials + kNormPartials + i);
+    bad_blocks += __ldcg(a.partials + kNormPartials + i);
   }
   total = sum_of_block<kThreads>(mine, shared);
-  total_bad = sum_of_block<kThreads>(mine_bad, shared);
+  any_bad = __syncthreads_or(bad_blocks != 0);
   if (threadIdx.x == 0) {
     a.counters[kTicket] = 0;
     total += a.first ? 0.0 : a.chain[kSumOfSquares];
-    total_bad += a.first ? 0.0 : a.chain[kNonFinite];
+    any_bad = any_bad || (!a.first && a.chain[kNonFinite] != 0);
     a.chain[kSumOfSquares] = total;
-    a.chain[kNonFinite] = total_bad;
+    a.chain[kNonFinite] = any_bad;
     if (a.last) {
-      finish_chain(
-          a.control, total, total_bad == 0, a.wide, a.loss_scale, a.growth_tracker, a.chain);
+      finish_chain(a.control, total, !any_bad, a.wide, a.loss_scale, a.growth_tracker, a.chain);
     }
   }
 }
 
-int multiprocessors() {
-  int device = 0, count = 0;
-  cudaGetDevice(&device);
-  cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
-  return count;
-}
-
 template <typename scalar_t, int SLOTS>
-cudaError_t launch(const Norm& n, cudaStream_t stream) {
+cudaError_t launch_norm(const Norm& n, cudaStream_t stream) {
   NormArguments<SLOTS> a;
   a.n_chunks = 0;
   for (int i = 0; i < kMaxSegments; ++i) {
@@ -143,9 +135,9 @@ cudaError_t launch(const Norm& n, cudaStream_t stream) {
 }
 
 template <typename scalar_t>
-cudaError_t launch(const Norm& n, cudaStream_t stream) {
-  return n.n_slots <= kFewSlots ? launch<scalar_t, kFewSlots>(n, stream)
-                                : launch<scalar_t, kMaxSlots>(n, stream);
+cudaError_t launch_norm(const Norm& n, cudaStream_t stream) {
+  return n.n_slots <= kFewSlots ? launch_norm<scalar_t, kFewSlots>(n, stream)
+                                : launch_norm<scalar_t, kMaxSlots>(n, stream);
 }
 
 }  // namespace
@@ -153,13 +145,13 @@ cudaError_t launch(const Norm& n, cudaStream_t stream) {
 cudaError_t norm_cuda(const Norm& n, cudaStream_t stream) {
   switch (n.dtype) {
     case ScalarType::kFloat:
-      return launch<float>(n, stream);
+      return launch_norm<float>(n, stream);
     case ScalarType::kDouble:
-      return launch<double>(n, stream);
+      return launch_norm<double>(n, stream);
     case ScalarType::kHalf:
-      return launch<__half>(n, stream);
+      return launch_norm<__half>(n, stream);
     case ScalarType::kBFloat16:
-      return launch<__nv_bfloat16>(n, stream);
+      return launch_norm<__nv_bfloat16>(n, stream);
   }
   return cudaErrorInvalidValue;
 }

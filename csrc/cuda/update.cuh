@@ -12,14 +12,14 @@
 
 namespace torch_renaissance {
 
-// Occupancy hides what a block waits for; with extras, spilled registers would cost more.
-inline constexpr int kBlocksPerMultiprocessor = 6;
-inline constexpr int kBlocksWithExtras = 5;
+inline constexpr int kTinySlots = 16, kTinySegments = 2;  // an MLP
 
 // The whole description travels by value, so nothing on the host has to outlive the launch.
 template <int SLOTS, int SEGMENTS>
 struct UpdateArguments {
   static constexpr int kSegments = SEGMENTS;
+  // A small model's chunks then fit on the device all at once; large ones gain by wide blocks.
+  static constexpr int kUpdateThreads = SLOTS == kTinySlots ? kThreads / 2 : kThreads;
   Segment segments[SEGMENTS];
   const double* hyper;
   int32_t* counters;
@@ -30,6 +30,10 @@ struct UpdateArguments {
   bool counts_skips, ends_step;
   Slot slots[SLOTS];
 };
+
+// Occupancy hides what a block waits for; with extras, spilled registers would cost more.
+template <typename Arguments, bool EXTRAS>
+inline constexpr int kUpdateBlocks = (EXTRAS ? 5 : 6) * kThreads / Arguments::kUpdateThreads;
 
 // What a chunk's update does besides: see Update::control.
 template <typename scalar_t>
@@ -60,7 +64,7 @@ template <typename R, typename Arguments>
 __device__ void advance_steps(const Arguments& a) {
   for (int i = 0; i < Arguments::kSegments && a.segments[i].n_slots > 0; ++i) {
     const Segment& segment = a.segments[i];
-    for (int s = threadIdx.x; s < segment.n_slots; s += kThreads) {
+    for (int s = threadIdx.x; s < segment.n_slots; s += Arguments::kUpdateThreads) {
       const Slot& slot = a.slots[segment.first_slot + s];
       if (slot.grad == nullptr) continue;
       if (R::counts(read_hyper(a.hyper + slot.row * kHyperColumns))) {
@@ -140,7 +144,13 @@ __device__ __forceinline__ void update_vector(const typename R::template Scalars
   if (flags & kWritesBFloat16) save_as<__nv_bfloat16>(x.low, i, w);
 }
 
-template <typename R, int PLANES, bool PLAIN, bool EXTRAS, typename scalar_t, typename T>
+template <typename R,
+          int PLANES,
+          bool PLAIN,
+          bool EXTRAS,
+          int THREADS,
+          typename scalar_t,
+          typename T>
 __device__ __forceinline__ void update_chunk(const typename R::template Scalars<T>& s,
                                              scalar_t* param,
                                              void* grad,
@@ -153,30 +163,31 @@ __device__ __forceinline__ void update_chunk(const typename R::template Scalars<
       ((reinterpret_cast<uintptr_t>(param) | reinterpret_cast<uintptr_t>(grad)) & 15) == 0;
   const int vectors = aligned ? count / N : 0;
 #pragma unroll 1
-  for (int i = threadIdx.x; i < vectors; i += kThreads) {
+  for (int i = threadIdx.x; i < vectors; i += THREADS) {
     update_vector<R, PLANES, PLAIN, EXTRAS, N, scalar_t, T>(
         s, param, grad, planes, x, grad_scale, i);
   }
   // The tail, and tensors at odd addresses.
 #pragma unroll 1
-  for (int i = vectors * N + threadIdx.x; i < count; i += kThreads) {
+  for (int i = vectors * N + threadIdx.x; i < count; i += THREADS) {
     update_vector<R, PLANES, PLAIN, EXTRAS, 1, scalar_t, T>(
         s, param, grad, planes, x, grad_scale, i);
   }
 }
 
 // A tensor without a gradient isn't updated, but the average goes on towards it.
-template <typename scalar_t>
+template <int THREADS, typename scalar_t>
 __device__ void average_chunk(const scalar_t* param, const Extras<scalar_t>& x, int count) {
   using T = typename OpMath<scalar_t>::type;
-  for (int i = threadIdx.x; i < count; i += kThreads) x.ema[i] = averaged<T>(x.ema[i], param[i], x);
+  for (int i = threadIdx.x; i < count; i += THREADS) x.ema[i] = averaged<T>(x.ema[i], param[i], x);
 }
 
 // PLANES: how many of the rule's state planes at least one segment has. EXTRAS: see
 // Update::control.
 template <typename R, int PLANES, bool EXTRAS, typename scalar_t, typename Arguments>
-__global__ void __launch_bounds__(kThreads, EXTRAS ? kBlocksWithExtras : kBlocksPerMultiprocessor)
+__global__ void __launch_bounds__(Arguments::kUpdateThreads, kUpdateBlocks<Arguments, EXTRAS>)
     update_kernel(const __grid_constant__ Arguments a) {
+  constexpr int THREADS = Arguments::kUpdateThreads;
   using T = typename OpMath<scalar_t>::type;
   constexpr int STATE = PLANES > 0 ? PLANES : 1;
 
@@ -234,13 +245,14 @@ __global__ void __launch_bounds__(kThreads, EXTRAS ? kBlocksWithExtras : kBlocks
     planes[p] = plane != nullptr ? plane + chunk.offset : nullptr;
   }
   if (s.plain && a.grad_scale == nullptr) {
-    update_chunk<R, PLANES, true, EXTRAS, scalar_t, T>(s, param, grad, planes, x, nullptr, count);
+    update_chunk<R, PLANES, true, EXTRAS, THREADS, scalar_t, T>(
+        s, param, grad, planes, x, nullptr, count);
   } else {
-    update_chunk<R, PLANES, false, EXTRAS, scalar_t, T>(
+    update_chunk<R, PLANES, false, EXTRAS, THREADS, scalar_t, T>(
         s, param, grad, planes, x, a.grad_scale, count);
   }
   if (EXTRAS && slot.grad == nullptr && slot.param != nullptr && x.ema != nullptr) {
-    average_chunk(param, x, chunk.count);
+    average_chunk<THREADS>(param, x, chunk.count);
   }
   if (last) {
     if (threadIdx.x == 0) {

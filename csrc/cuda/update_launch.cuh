@@ -13,17 +13,18 @@
 
 namespace torch_renaissance {
 
-inline constexpr int kTinySlots = 16, kTinySegments = 2;  // an MLP
+// Rare dtypes with extras have one size: it isn't worth compiling more.
+template <bool EXTRAS, typename scalar_t>
+inline constexpr bool kAllSizes = sizeof(scalar_t) == sizeof(float) || !EXTRAS;
 
-template <typename R, int PLANES, bool EXTRAS, typename scalar_t, int SLOTS, int SEGMENTS>
-cudaError_t launch_update(const Update& u, cudaStream_t stream) {
-  UpdateArguments<SLOTS, SEGMENTS> a;
+// The same for all kernels of a size, of which there are many: not inlined into each launch.
+template <typename Arguments>
+__attribute__((noinline)) int64_t describe(Arguments& a, const Update& u) {
   int64_t blocks = 0;
-  for (int i = 0; i < SEGMENTS; ++i) {
+  for (int i = 0; i < Arguments::kSegments; ++i) {
     a.segments[i] = i < u.n_segments ? u.segments[i] : Segment{};
     blocks += a.segments[i].n_chunks;
   }
-  if (blocks == 0) return cudaSuccess;
   a.hyper = u.hyper;
   a.counters = u.counters;
   a.grad_scale = u.grad_scale;
@@ -33,14 +34,21 @@ cudaError_t launch_update(const Update& u, cudaStream_t stream) {
   a.counts_skips = u.counts_skips;
   a.ends_step = u.ends_step;
   std::memcpy(a.slots, u.slots, u.n_slots * sizeof(Slot));
-  update_kernel<R, PLANES, EXTRAS, scalar_t><<<blocks, kThreads, 0, stream>>>(a);
+  return blocks;
+}
+
+template <typename R, int PLANES, bool EXTRAS, typename scalar_t, int SLOTS, int SEGMENTS>
+cudaError_t launch_update(const Update& u, cudaStream_t stream) {
+  UpdateArguments<SLOTS, SEGMENTS> a;
+  const int64_t blocks = describe(a, u);
+  if (blocks == 0) return cudaSuccess;
+  update_kernel<R, PLANES, EXTRAS, scalar_t><<<blocks, a.kUpdateThreads, 0, stream>>>(a);
   return cudaGetLastError();
 }
 
 template <typename R, int PLANES, bool EXTRAS, typename scalar_t>
 cudaError_t launch_update(const Update& u, cudaStream_t stream) {
-  // Rare dtypes with extras have one size: it isn't worth compiling more.
-  if constexpr (sizeof(scalar_t) == sizeof(float) || !EXTRAS) {
+  if constexpr (kAllSizes<EXTRAS, scalar_t>) {
     if constexpr (sizeof(scalar_t) == sizeof(float)) {
       if (u.n_slots <= kTinySlots && u.n_segments <= kTinySegments) {
         return launch_update<R, PLANES, EXTRAS, scalar_t, kTinySlots, kTinySegments>(u, stream);
@@ -60,8 +68,8 @@ cudaError_t launch_update(const Update& u, cudaStream_t stream) {
   for (int i = 0; i < u.n_segments; ++i) {
     last_plane = last_plane || u.segments[i].planes[R::kPlanes - 1] != nullptr;
   }
-  // Rare dtypes with extras take the larger kernel, which checks: it isn't worth compiling both.
-  constexpr bool BOTH = !EXTRAS || sizeof(scalar_t) == sizeof(float);
+  // The rare ones take the larger kernel, which checks: it isn't worth compiling both.
+  constexpr bool BOTH = kAllSizes<EXTRAS, scalar_t>;
   return last_plane ? launch_update<R, R::kPlanes, EXTRAS, scalar_t>(u, stream)
                     : launch_update<R, R::kPlanes - BOTH, EXTRAS, scalar_t>(u, stream);
 }

@@ -1,7 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // The ops: checked tensors in, work for the backend of their device out.
-#pragma once
-
 #include <torch/library.h>
 
 #include <algorithm>
@@ -171,6 +169,37 @@ inline void meta_op(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::j
     for (const at::Tensor& t : values[i].toTensorVector()) check(i, t);
   }
   torch::jit::drop(*stack, arguments.size());
+}
+
+// Lists over tensors: params, grads, slots (their numbers within the launch) and rows (of hyper).
+// Lists over segments: state planes (empty where not needed), steps and chunks.
+// counters is {ticket, skipped steps, averaged steps}; hyper is [rows, columns] as in
+// math/hyper.h. grads are written (unscaled) only where grad_scale is given.
+TORCH_LIBRARY(torch_renaissance, m) {
+  m.def(
+      "sgd_(Tensor(a!)[] params, Tensor(b!)[] grads, Tensor(c!)[] momentum_buffers, "
+      "Tensor(d!)[] steps, Tensor(e!) counters, Tensor[] chunks, int[] slots, int[] rows, "
+      "Tensor hyper, bool counts_skips=True, Tensor? grad_scale=None, Tensor? found_inf=None) "
+      "-> ()");
+  m.def(
+      "adam_(Tensor(a!)[] params, Tensor(b!)[] grads, Tensor(c!)[] exp_avgs, "
+      "Tensor(d!)[] exp_avg_sqs, Tensor(e!)[] max_exp_avg_sqs, Tensor(f!)[] steps, "
+      "Tensor(g!) counters, Tensor[] chunks, int[] slots, int[] rows, Tensor hyper, "
+      "bool counts_skips=True, Tensor? grad_scale=None, Tensor? found_inf=None) -> ()");
+  m.def(
+      "pack_(Tensor[] params, Tensor[] grads, Tensor(a!)[] planes, Tensor[] chunks, int[] slots, "
+      "int[] counts) -> ()");
+  m.def("set_hyper_(Tensor(a!) hyper, float[] values) -> ()");
+}
+
+TORCH_LIBRARY_IMPL(torch_renaissance, CPU, m) { Ops::register_all(m); }
+#ifdef TR_WITH_CUDA
+TORCH_LIBRARY_IMPL(torch_renaissance, CUDA, m) { Ops::register_all(m); }
+#endif
+TORCH_LIBRARY_IMPL(torch_renaissance, Meta, m) {
+  for (const char* op : {"sgd_", "adam_", "pack_", "set_hyper_"}) {
+    m.impl(op, torch::CppFunction::makeFromBoxedFunction<&meta_op>());
+  }
 }
 
 }  // namespace torch_renaissance

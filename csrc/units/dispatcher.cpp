@@ -1,0 +1,15 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// Compiled as one: torch/library.h and autograd's headers take longer than these files together.
+#include "../augment.cpp"
+#include "../augment_program.cpp"
+#include "../autograd.cpp"
+#include "../cpu/backend.cpp"
+#include "../cross_entropy.cpp"
+#include "../cross_entropy_autograd.cpp"
+#include "../init.cpp"
+#include "../ops.cpp"
+#include "../order.cpp"
+#ifdef TR_WITH_CUDA
+#include "../cuda/backend.cpp"
+#include "../cuda/cross_entropy_backend.cpp"
+#endif

@@ -1,0 +1,4 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// Compiled as one: pybind11 and the tensor take longer than these files together.
+#include "../bindings.cpp"
+#include "../watch.cpp"

@@ -1,0 +1,8 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// Compiled as one: the toolkit's headers take longer than these files together.
+#include "../cuda/copy.cu"
+#include "../cuda/init.cu"
+#include "../cuda/lars_norms.cu"
+#include "../cuda/norm.cu"
+#include "../cuda/order.cu"
+#include "../cuda/pack.cu"
