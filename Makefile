@@ -34,16 +34,16 @@ format: $(INSTALLED)  ## mend style
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(CXX_SOURCES)
 
-gpu-check:  ## on a machine with a GPU, with its own python3: build, CUDA tests, quick benchmark
+BENCHMARKS := $(sort $(wildcard benchmarks/bench_*.py))
+gpu-check:  ## on a machine with a GPU, with its own python3: build, CUDA tests, quick benchmarks
 	TORCH_RENAISSANCE_CUDA=1 $(PYTHON) setup.py build_ext --inplace
 	$(PYTHON) -m pytest -m cuda tests
-	PYTHONPATH=. $(PYTHON) benchmarks/bench_optim.py --quick
-	PYTHONPATH=. $(PYTHON) benchmarks/bench_train_step.py --quick
-	PYTHONPATH=. $(PYTHON) benchmarks/bench_loss.py --quick
+	set -e; for benchmark in $(BENCHMARKS); do \
+	  PYTHONPATH=. $(PYTHON) $$benchmark --quick; done
 
 sanitize:  ## memcheck over the CUDA tests of the kernels, with the machine's python3
 	compute-sanitizer --tool memcheck --error-exitcode 1 \
-	  $(PYTHON) -m pytest -m cuda tests/test_ops.py tests/test_kernels.py tests/test_loss.py tests/test_lars.py -x -q
+	  $(PYTHON) -m pytest -m cuda tests/test_ops.py tests/test_kernels.py tests/test_loss.py tests/test_lars.py tests/test_augment.py tests/test_order.py -x -q
 
 clean:  ## remove what was built; .venv stays
 	rm -rf build dist *.egg-info torch_renaissance/_C*.so $(BUILT) .pytest_cache .ruff_cache .hypothesis

@@ -5,9 +5,10 @@ from collections.abc import Callable
 
 import shapes
 import torch
+from common import reason
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-from train_step_measure import reason, time_rounds
+from train_step_measure import time_rounds
 
 import torch_renaissance as tr
 

@@ -2,9 +2,7 @@
 # One optimizer step: torch's foreach and fused (for LARS timm's, or stand-ins) against ours.
 # Run it as `python benchmarks/bench_optim.py`; README.md beside it says what the columns mean.
 import argparse
-import json
 import sys
-import traceback
 from pathlib import Path
 
 import torch
@@ -14,11 +12,11 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))  # an in-place build, 
 import common
 import optim_variants as variants_of
 import timers
+from optim_costs import count_launches, padding_fraction, step_memory
 from optim_report import evaluate_bars, print_case, print_summary
 from optim_variants import Problem
 from shapes import CASES, GROUPS
-
-import torch_renaissance as tr
+from tables import progress
 
 CUDA_CASES = [
     *("mnist_mlp", "resnet50", "thousand"),
@@ -81,7 +79,7 @@ def launches(problem: Problem, notes: list[str]) -> dict:
         step()
         step()
         try:
-            counts = variants_of.count_launches(step)
+            counts = count_launches(step)
             found |= {name: counts} if counts else {}
         except Exception as error:  # no profiler on this machine: the times stand without it
             notes.append(f"launches of {name} weren't counted: {str(error).splitlines()[0]}")
@@ -111,112 +109,87 @@ def measure_memory(problem: Problem) -> dict:
     """Peaks of the reference and of ours, with everything trained and with 99 % frozen."""
     names = (variants_of.reference_of(problem.optimizer), "gather")
     return {
-        key: {n: variants_of.step_memory(problem, n, share) for n in names}
-        for key, share in FROZEN.items()
+        key: {n: step_memory(problem, n, share) for n in names} for key, share in FROZEN.items()
     }
 
 
 # --- running -------------------------------------------------------------------------------------
 
 
-def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Time one optimizer step.")
-    common.add_arguments(parser)
-    parser.add_argument("--optimizer", default="adamw", choices=variants_of.OPTIMIZERS)
-    dtypes = ("float32", "float64", "bfloat16", "float16")
-    parser.add_argument("--dtype", default="float32", choices=dtypes)
-    parser.add_argument("--cases", help=f"comma-separated, of: {', '.join(CASES)}")
-    parser.add_argument("--cold", action="store_true", help="flush L2 before each single step")
-    args = parser.parse_args(argv)
-    default = CUDA_CASES if args.device == "cuda" else CPU_CASES
-    default = default[:QUICK_CASES] if args.quick else default
-    args.cases = args.cases.split(",") if args.cases else default
-    unknown = [c for c in args.cases if c not in CASES]
-    if unknown:
-        parser.error(f"no such case: {', '.join(unknown)}")
-    if args.fail_if_regression is not None and not args.compare:
-        parser.error("--fail-if-regression needs --compare OLD.json")
-    return args
+class OptimizerSteps(common.Benchmark):
+    description = "Time one optimizer step."
+    settings = ("optimizer", "dtype", "cold", "cases")
 
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--optimizer", default="adamw", choices=variants_of.OPTIMIZERS)
+        dtypes = ("float32", "float64", "bfloat16", "float16")
+        parser.add_argument("--dtype", default="float32", choices=dtypes)
+        parser.add_argument("--cases", help=f"comma-separated, of: {', '.join(CASES)}")
+        parser.add_argument("--cold", action="store_true", help="flush L2 before each single step")
 
-def new_record(args: argparse.Namespace, device: torch.device) -> dict:
-    kept = ("device", "optimizer", "dtype", "quick", "cold", "cases")
-    return {
-        "environment": common.environment(device),
-        "build": tr.build_info(),
-        "key": f"{args.device}/{args.optimizer}/{args.dtype}",
-        "reference": variants_of.reference_of(args.optimizer),
-        "settings": {k: getattr(args, k) for k in kept} | {"threads": torch.get_num_threads()},
-        "copy_bytes_per_second": timers.copy_bandwidth(device) if args.device == "cuda" else None,
-        "cases": {},
-        "ratios": {},
-        "bars": [],
-    }
+    def complete(self, args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+        default = CUDA_CASES if args.device == "cuda" else CPU_CASES
+        default = default[:QUICK_CASES] if args.quick else default
+        args.cases = common.names(args.cases, list(CASES), parser) or default
 
+    def new_record(self) -> dict:
+        args = self.args
+        return {
+            "key": f"{args.device}/{args.optimizer}/{args.dtype}",
+            "reference": variants_of.reference_of(args.optimizer),
+            "copy_bytes_per_second": timers.copy_bandwidth(self.device)
+            if args.device == "cuda"
+            else None,
+        }
 
-def run_case(case: str, args: argparse.Namespace, device: torch.device, record: dict) -> None:
-    dtype = getattr(torch, args.dtype)
-    if not variants_of.fits(case, dtype, device):
-        common.progress(f"{case} is left out: too little memory")
-        return
-    common.progress(case)
-    problem = variants_of.make_problem(case, args.optimizer, dtype, device)
-    taken = measure(problem, args, device)
-    if device.type == "cuda":
-        taken["percent_of_copy"] = percent_of_copy(problem, taken, record["copy_bytes_per_second"])
-        timers.release(device)
-        if case in MEMORY_CASES:
-            taken["memory"] = measure_memory(problem)
-    taken["padding_fraction"] = variants_of.padding_fraction(problem)
-    record["cases"][case] = taken
-    for timer, ratios in taken["ratios"].items():
-        for name in (n for n in ratios if n in variants_of.OURS):
-            record["ratios"][f"{record['key']}/{case}/{timer}/{name}"] = ratios[name]
-    print_case(case, taken)
+    def problem(self, case: str) -> Problem:
+        dtype = getattr(torch, self.args.dtype)
+        return variants_of.make_problem(case, self.args.optimizer, dtype, self.device)
 
+    def run_case(self, case: str, record: dict) -> None:
+        if not variants_of.fits(case, getattr(torch, self.args.dtype), self.device):
+            progress(f"{case} is left out: too little memory")
+            record["left_out"].append(case)
+            return
+        progress(case)
+        problem = self.problem(case)
+        taken = measure(problem, self.args, self.device)
+        if self.device.type == "cuda":
+            copy = record["copy_bytes_per_second"]
+            taken["percent_of_copy"] = percent_of_copy(problem, taken, copy)
+            timers.release(self.device)
+            if case in MEMORY_CASES:
+                taken["memory"] = measure_memory(problem)
+        taken["padding_fraction"] = padding_fraction(problem)
+        record["cases"][case] = taken
+        print_case(case, taken)
 
-def count_all_launches(args: argparse.Namespace, device: torch.device, record: dict) -> None:
-    """After every timing, since a profiler may leave its hooks behind."""
-    for case in (c for c in LAUNCH_CASES if c in record["cases"]):
-        common.progress(f"{case}: counting launches")
-        dtype = getattr(torch, args.dtype)
-        problem = variants_of.make_problem(case, args.optimizer, dtype, device)
-        record["cases"][case]["launches"] = launches(problem, record["cases"][case]["notes"])
+    def ratios_of(self, case: str, record: dict) -> dict[str, float]:
+        taken = record["cases"].get(case, {"ratios": {}})
+        return {
+            f"{record['key']}/{case}/{timer}/{name}": ratio
+            for timer, ratios in taken["ratios"].items()
+            for name, ratio in ratios.items()
+            if name in variants_of.OURS
+        }
 
+    def finish(self, record: dict) -> None:
+        """Launches are counted after every timing, since a profiler may leave its hooks behind."""
+        if self.device.type == "cuda":
+            for case in (c for c in LAUNCH_CASES if c in record["cases"]):
+                progress(f"{case}: counting launches")
+                taken = record["cases"][case]
+                taken["launches"] = launches(self.problem(case), taken["notes"])
 
-def main(argv: list[str] | None = None) -> int:
-    args = parse(argv)
-    if args.threads:
-        torch.set_num_threads(args.threads)
-    on_gpu = args.device == "cuda"
-    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-    old = json.loads(args.compare.read_text()) if args.compare else None
-    common.warn_if_busy()
-    record = new_record(args, device)
-    failed = False
-    for case in args.cases:
-        try:
-            run_case(case, args, device, record)
-        except Exception:  # the other cases are still worth having; the exit status tells
-            traceback.print_exc()
-            failed = True
-        timers.release(device)
-        save(args, record)
-    if on_gpu:
-        record["environment"] = common.environment(device)  # the clocks just after load
-        count_all_launches(args, device, record)
-    record["bars"] = evaluate_bars(record)
-    save(args, record)
-    print_summary(record)
-    fallen = old is not None and common.report_comparison(old, record, args.fail_if_regression)
-    agrees = all(all(c["check"]["agrees"].values()) for c in record["cases"].values())
-    return int(failed or fallen or not agrees)
+    def bars(self, record: dict) -> list[dict]:
+        return evaluate_bars(record)
 
+    def print_summary(self, record: dict) -> None:
+        print_summary(record)
 
-def save(args: argparse.Namespace, record: dict) -> None:
-    if args.json:
-        common.write_json(args.json, record)
+    def agrees(self, record: dict) -> bool:
+        return all(all(c["check"]["agrees"].values()) for c in record["cases"].values())
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(OptimizerSteps().main())

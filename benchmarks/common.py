@@ -1,129 +1,20 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# What every benchmark shares: the record of the machine, progress and tables of at most 100
-# columns, JSON, and the comparison with an earlier run. The timers are in timers.py.
+# What every benchmark shares: one main (arguments, cases in turn, repeats, JSON, comparison with an
+# earlier run, exit status), made of machine.py, tables.py, comparison.py and timers.py.
 import argparse
 import json
 import os
-import platform
-import shutil
-import subprocess
-import sys
 import time
-from dataclasses import dataclass
+import traceback
 from pathlib import Path
 
+import timers
 import torch
+from comparison import print_repeat, repeated, report_comparison
+from machine import environment
+from tables import START, print_bars, progress
 
-ROOT = Path(__file__).resolve().parents[1]
-WIDTH = 100
-START = time.perf_counter()
-
-
-# --- the machine ---------------------------------------------------------------------------------
-
-
-def output_of(*command: str) -> str | None:
-    try:
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=10)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.strip() if done.returncode == 0 else None
-
-
-def cpu_model() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
-
-
-def command_line(argv: list[str]) -> str:
-    """The command as a reader would type it: absolute paths are cut to what is in the project."""
-
-    def short(word: str) -> str:
-        path = Path(word)
-        if not path.is_absolute():
-            return word
-        return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else path.name
-
-    return " ".join(["python", *map(short, argv)])
-
-
-def gpu_record(device: torch.device) -> dict:
-    properties = torch.cuda.get_device_properties(device)
-    uuid = getattr(properties, "uuid", None)
-    which = f"GPU-{uuid}" if uuid else str(device.index or 0)
-    fields = "driver_version,clocks.sm,clocks.max.sm,clocks.mem"
-    answer = output_of(
-        "nvidia-smi", "-i", which, f"--query-gpu={fields}", "--format=csv,noheader,nounits"
-    )
-    values = [v.strip() for v in (answer or "").split(",")]
-    keys = ("driver", "sm_clock_mhz", "sm_clock_max_mhz", "memory_clock_mhz")
-    smi = dict(zip(keys, values if len(values) == len(keys) else [None] * len(keys), strict=True))
-    return {"gpu": properties.name, "gpu_memory_bytes": properties.total_memory, **smi}
-
-
-def environment(device: torch.device) -> dict:
-    """Call it at the end of a run: the clocks are then those just after load."""
-    record = {
-        "gpu": None,
-        "cpu": cpu_model(),
-        "cores": os.cpu_count(),
-        "load_average": os.getloadavg()[0],
-        "threads": torch.get_num_threads(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "revision": output_of("git", "describe", "--always", "--dirty") or "unknown",
-        "command": command_line(sys.argv),
-        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-    }
-    return record | (gpu_record(device) if device.type == "cuda" else {})
-
-
-# --- output --------------------------------------------------------------------------------------
-
-
-def progress(message: str) -> None:
-    print(f"[{time.perf_counter() - START:6.1f} s] {message}", file=sys.stderr, flush=True)
-
-
-def format_table(title: str, columns: list[str], rows: list[list[str]]) -> str:
-    """Plain text: the first column to the left, the others to the right."""
-    lines = [columns, *rows]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(columns))]
-
-    def text(line: list[str]) -> str:
-        first, *rest = zip(line, widths, strict=True)
-        joined = "  ".join([first[0].ljust(first[1]), *(c.rjust(w) for c, w in rest)]).rstrip()
-        return joined if len(joined) <= WIDTH else joined[: WIDTH - 1] + "…"
-
-    rule = "-" * min(WIDTH, sum(widths) + 2 * (len(widths) - 1))
-    return "\n".join([title[:WIDTH], rule, text(columns), rule, *map(text, rows), rule])
-
-
-def print_table(title: str, columns: list[str], rows: list[list[str]]) -> None:
-    try:
-        from rich import box
-        from rich.console import Console
-        from rich.table import Table
-    except ImportError:
-        print(format_table(title, columns, rows), flush=True)
-        return
-    table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", padding=(0, 1, 0, 0))
-    for i, name in enumerate(columns):
-        table.add_column(name, justify="right" if i else "left", overflow="fold")
-    for row in rows:
-        table.add_row(*row)
-    Console(width=min(WIDTH, shutil.get_terminal_size((WIDTH, 24)).columns)).print(table)
-
-
-def warn_if_busy() -> None:
-    load, cores = os.getloadavg()[0], os.cpu_count() or 1
-    if load > cores:
-        progress(f"note: load average {load:.1f} on {cores} cores; other work disturbs these times")
+import torch_renaissance as tr
 
 
 def write_json(path: Path, record: dict) -> None:
@@ -131,27 +22,131 @@ def write_json(path: Path, record: dict) -> None:
     path.write_text(json.dumps(record, indent=1, default=str) + "\n")
 
 
-# --- comparison with an earlier run --------------------------------------------------------------
+def reason(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {' '.join(lines[:2])}"[:400]
 
 
-@dataclass(frozen=True)
-class Change:
-    key: str
-    old: float
-    new: float
+class Benchmark:
+    """A subclass says what is measured; `main` does what all benchmarks have in common.
 
-    @property
-    def percent(self) -> float:
-        return 100 * (self.new / self.old - 1)
+    `args` and `device` are there from `new_record` on. A case that raises is named in the record's
+    `failed` and leaves the others; the record is written after each case.
+    """
 
+    description = ""
+    settings: tuple[str, ...] = ()  # the arguments that a record keeps
+    args: argparse.Namespace
+    device: torch.device
 
-def compare(old: dict, new: dict) -> list[Change]:
-    """Speed ratios that both records hold; absolute times of two machines say nothing."""
-    return [Change(k, old["ratios"][k], v) for k, v in new["ratios"].items() if k in old["ratios"]]
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """Options of its own."""
 
+    def complete(self, args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+        """Set `args.cases`, and defaults that depend on other options; refuse what is wrong."""
 
-def regressions(changes: list[Change], percent: float) -> list[Change]:
-    return [c for c in changes if c.percent < -percent]
+    def new_record(self) -> dict:
+        """Entries of its own, of a record in which nothing was measured yet."""
+        return {}
+
+    def run_case(self, case: str, record: dict) -> None:
+        """Measure one case, put it into the record and print it."""
+        raise NotImplementedError
+
+    def ratios_of(self, case: str, record: dict) -> dict[str, float]:
+        """Of what the record holds of a case, perhaps nothing: above 1 ours is faster."""
+        return {}
+
+    def finish(self, record: dict) -> None:
+        """After every timing: what needs all cases, and what disturbs timing as profilers do."""
+
+    def bars(self, record: dict) -> list[dict]:
+        return []
+
+    def print_summary(self, record: dict) -> None:
+        """A last table of all cases."""
+
+    def agrees(self, record: dict) -> bool:
+        """Whether everything computed what it should."""
+        return True
+
+    # What follows is the same for all.
+
+    def parse(self, argv: list[str] | None) -> argparse.Namespace:
+        parser = argparse.ArgumentParser(description=self.description)
+        add_arguments(parser)
+        self.add_arguments(parser)
+        args = parser.parse_args(argv)
+        if args.fail_if_regression is not None and not args.compare:
+            parser.error("--fail-if-regression needs --compare OLD.json")
+        if args.repeat < 1:
+            parser.error(f"--repeat {args.repeat}: must be at least 1")
+        if args.limit is not None and not args.limit > 0:
+            parser.error(f"--limit {args.limit}: must be more than 0 seconds")
+        self.complete(args, parser)
+        return args
+
+    def save(self) -> None:
+        if self.args.json:
+            write_json(self.args.json, self.record)
+
+    def whole_record(self) -> dict:
+        kept = ("device", "quick", "repeat", *self.settings)
+        return {
+            "environment": environment(self.device),
+            "build": tr.build_info(),
+            "settings": {k: getattr(self.args, k) for k in kept}
+            | {"threads": torch.get_num_threads()},
+            "cases": {},
+            "failed": {},
+            "left_out": [],
+            "ratios": {},
+            "bars": [],
+        } | self.new_record()
+
+    def run_cases(self, record: dict) -> None:
+        for case in self.args.cases:
+            if self.args.limit and time.perf_counter() - START > self.args.limit:
+                progress(f"{case} is left out: {self.args.limit:g} s are over")
+                record["left_out"].append(case)
+                continue
+            try:
+                self.run_case(case, record)
+            except Exception as error:  # the other cases are still worth having; the status tells
+                traceback.print_exc()
+                record["failed"][case] = reason(error)
+            record["ratios"] |= self.ratios_of(case, record)
+            timers.release(self.device)
+            self.save()
+        record["environment"] |= environment(self.device)  # the clocks just after load
+
+    def main(self, argv: list[str] | None = None) -> int:
+        self.args = args = self.parse(argv)
+        if args.threads:
+            torch.set_num_threads(args.threads)
+        on_gpu = args.device == "cuda"
+        current = torch.cuda.current_device() if on_gpu else None
+        self.device = torch.device(args.device, current)
+        old = json.loads(args.compare.read_text()) if args.compare else None
+        warn_if_busy()
+        self.record = record = self.whole_record()
+        runs = [record]
+        self.run_cases(record)
+        while len(runs) < args.repeat:
+            progress(f"run {len(runs) + 1} of {args.repeat}")
+            runs.append(self.whole_record())
+            self.run_cases(runs[-1])
+            record["repeat"] = repeated(runs)
+        self.finish(record)
+        record["bars"] = self.bars(record)
+        self.save()
+        self.print_summary(record)
+        print_bars(record["bars"])
+        if args.repeat > 1:
+            print_repeat(record["repeat"]["ratios"])
+        fallen = old is not None and report_comparison(old, record, args.fail_if_regression)
+        bad = any(run["failed"] or not self.agrees(run) for run in runs)
+        return int(fallen or bad)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -159,6 +154,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default=default, choices=("cpu", "cuda"))
     parser.add_argument("--threads", type=int, help="CPU threads (default: torch's)")
     parser.add_argument("--quick", action="store_true", help="small cases, few repeats")
+    parser.add_argument("--repeat", type=int, default=1, metavar="N", help="measure all N times")
+    parser.add_argument("--limit", type=float, metavar="S", help="begin no case after S seconds")
     parser.add_argument("--json", type=Path, help="where to write the record")
     parser.add_argument("--compare", type=Path, metavar="OLD.json", help="an earlier record")
     parser.add_argument(
@@ -169,16 +166,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def report_comparison(old: dict, new: dict, percent: float | None) -> bool:
-    """Print what changed; true if something fell by more than `percent`."""
-    changes = compare(old, new)
-    for key in ("gpu", "cpu", "torch"):
-        before, now = (r["environment"].get(key) for r in (old, new))
-        if before != now:
-            print(f"note: {key} differs: {before} then, {now} now")
-    rows = [[c.key, f"{c.old:.2f}", f"{c.new:.2f}", f"{c.percent:+.1f} %"] for c in changes]
-    print_table("ratios against the earlier run", ["key", "then", "now", "change"], rows)
-    fallen = regressions(changes, percent) if percent is not None else []
-    for c in fallen:
-        print(f"regression: {c.key} fell from {c.old:.2f} to {c.new:.2f}")
-    return bool(fallen)
+def names(text: str | None, known: list[str], parser: argparse.ArgumentParser) -> list[str] | None:
+    """The parts of a comma-separated option; None where it wasn't given."""
+    found = [name.strip() for name in text.split(",")] if text else None
+    unknown = [name for name in found or [] if name not in known]
+    if unknown:
+        parser.error(f"there is no {', '.join(unknown)}; expected some of {', '.join(known)}")
+    return found
+
+
+def warn_if_busy() -> None:
+    load, cores = os.getloadavg()[0], os.cpu_count() or 1
+    if load > cores:
+        progress(f"note: load average {load:.1f} on {cores} cores; other work disturbs these times")

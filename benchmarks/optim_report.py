@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 # What a record of bench_optim.py says: its tables, and which of the project's promises it bears
 # out. A promise that the record holds no measurement for is left out, never assumed.
-import common
+from tables import bar, microseconds, print_table
 
 TIMERS = ("single", "b2b", "graph", "host")
 
@@ -21,10 +21,6 @@ LARS_BANDWIDTH = {"vit_b_16": 80, "gpt2_124m": 80}
 LARS_KERNELS = 3
 
 
-def bar(name: str, bound: str, reached: float, holds: bool) -> dict:
-    return {"name": name, "bar": bound, "reached": reached, "holds": bool(holds)}
-
-
 def speed_bars(record: dict) -> list[dict]:
     settings = record["settings"]
     table = CUDA_BARS if settings["device"] == "cuda" else TWO_CORE_CPU_BARS
@@ -37,11 +33,6 @@ def speed_bars(record: dict) -> list[dict]:
             if reached is not None:
                 name = f"{case}: fused / ours, {timer}"
                 found.append(bar(name, f">= {least}", reached, reached >= least))
-    us = record["cases"].get(case, {}).get("us", {}).get(timer, {})
-    if "timm plain" in us:
-        reached = round(us["timm plain"]["median"] / us["gather"]["median"], 3)
-        name = f"{case}: timm plain (every tensor has a ratio) / ours, {timer}"
-        found.append(bar(name, f">= {least}", reached, reached >= least))
     for case, taken in record["cases"].items():
         for variant, least in BANDWIDTH_BARS.items():
             percent = taken.get("percent_of_copy", {}).get(variant)
@@ -105,14 +96,6 @@ def evaluate_bars(record: dict) -> list[dict]:
 # --- tables ---------------------------------------------------------------------------------------
 
 
-def microseconds(times: dict | None) -> str:
-    if not times:
-        return "-"
-    median = times["median"]
-    spread = 50 * (times["q3"] - times["q1"]) / median
-    return f"{median:.0f} ±{spread:.0f}%" if median >= 100 else f"{median:.1f} ±{spread:.0f}%"
-
-
 def print_case(case: str, record: dict) -> None:
     names = list(dict.fromkeys(n for found in record["us"].values() for n in found))
     shown = [t for t in TIMERS if t in record["us"]]
@@ -125,7 +108,7 @@ def print_case(case: str, record: dict) -> None:
         cells += ["-" if r is None else f"{r:.2f}" for r in ratios]
         rows.append([n, *cells, "-" if copy is None else f"{copy:.0f}"])
     title = f"{case}: {record['tensors']} tensors, {record['parameters']:,} parameters"
-    common.print_table(f"{title}, {record['groups']} group(s)", columns, rows)
+    print_table(f"{title}, {record['groups']} group(s)", columns, rows)
     check = record["check"]
     differences = ", ".join(f"{n} {d:.1e}" for n, d in check["largest_difference"].items())
     print(f"largest difference after {check['steps']} steps: {differences}")
@@ -154,14 +137,8 @@ def print_summary(record: dict) -> None:
     shown = [t for t in TIMERS if any(t in c["us"] for c in cases.values())]
     rows = [row for case, taken in cases.items() for row in summary_rows(case, taken, shown)]
     title = f"{record['reference']} / ours (below 1: slower)"
-    common.print_table(title, ["step", *shown, "% copy", "kernels"], rows)
+    print_table(title, ["step", *shown, "% copy", "kernels"], rows)
     for case, taken in cases.items():
         if taken.get("launches"):
             counts = (f"{n} {c['kernel']}" for n, c in taken["launches"].items())
             print(f"{case}: kernels of one step: {', '.join(counts)}")
-    if record["bars"]:
-        lines = [
-            [b["name"], b["bar"], f"{b['reached']:g}", "yes" if b["holds"] else "NO"]
-            for b in record["bars"]
-        ]
-        common.print_table("bars", ["bar", "wanted", "reached", "holds"], lines)

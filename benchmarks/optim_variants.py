@@ -1,17 +1,13 @@
 # SPDX-License-Identifier: BSD-3-Clause
 # The optimizers that bench_optim.py compares, each on a copy of the same parameters with the same
-# gradients; the check that they compute the same; and what a step costs in memory and launches.
-import json
-import tempfile
-from collections import Counter
-from collections.abc import Callable
+# gradients, and the check that they compute the same.
 from dataclasses import dataclass
-from pathlib import Path
 
+import peers
 import stock_lars
 import torch
 from shapes import CASES, parameters, split_into_groups
-from timers import Timed, release, synchronize
+from timers import Timed
 from torch import nn
 
 import torch_renaissance as tr
@@ -94,7 +90,10 @@ def build(problem: Problem, name: str, capturable: bool = False, frozen: float =
         else:
             options["capturable"] = capturable
         groups = split_into_groups(problem.case, own, options["lr"])
-        optimizer = CLASSES[problem.optimizer](groups, **options, **STOCK.get(name, {}))
+        if name in peers.INSTALLED:
+            optimizer = peers.make(name, problem.optimizer, groups, options)
+        else:
+            optimizer = CLASSES[problem.optimizer](groups, **options, **STOCK.get(name, {}))
     model: nn.Module = nn.ParameterList(own)
     if name in OURS:
         model, optimizer = tr.accelerate(model, optimizer, gradients=OURS[name])
@@ -121,7 +120,8 @@ def smallest_but(own: list[nn.Parameter], frozen: float) -> list[nn.Parameter]:
 def build_all(problem: Problem, capturable: bool = False) -> dict[str, Variant]:
     on_gpu = problem.start[0].is_cuda
     slow = on_gpu and problem.optimizer != "lars"
-    names = [n for n in (*stock_of(problem.optimizer), *OURS) if not (slow and n == "for-loop")]
+    names = [n for n in stock_of(problem.optimizer) if not (slow and n == "for-loop")]
+    names += [*peers.peers_of(problem.optimizer, on_gpu), *OURS]
     return {n: build(problem, n, capturable) for n in names}
 
 
@@ -140,13 +140,14 @@ def bytes_per_parameter(problem: Problem) -> dict[str, int]:
     reads = NORM_READS.get(problem.optimizer, 0)
     step = (3 + 2 * STATES[problem.optimizer] + reads) * item
     ours = {"gather": step, "flat": step + 2 * item, "flat update": step, "flat pack": 2 * item}
-    return dict.fromkeys(stock_of(problem.optimizer), step) | ours
+    return dict.fromkeys((*stock_of(problem.optimizer), *peers.INSTALLED), step) | ours
 
 
 @torch.no_grad()
 def check(problem: Problem, variants: dict[str, Variant]) -> dict:
     """Three steps of each, then every variant's parameters against those of torch's fused, or for
-    LARS of the for-loop; timm's is left out, since it writes into its gradients."""
+    LARS of the for-loop; timm's is left out, since it writes into its gradients. Peers round in
+    another order, so of them the difference alone is kept."""
     against = "for-loop" if problem.optimizer == "lars" else "fused"
     for variant in variants.values():
         for _ in range(CHECK_STEPS):
@@ -166,59 +167,12 @@ def check(problem: Problem, variants: dict[str, Variant]) -> dict:
             worst.append(difference.max())
             excess.append((difference - allowed).max())
         found["largest_difference"][name] = float(torch.stack(worst).max())
-        found["agrees"][name] = bool(torch.stack(excess).max() <= 0)
+        if name not in peers.INSTALLED:
+            found["agrees"][name] = bool(torch.stack(excess).max() <= 0)
     return found
 
 
-def count_launches(run: Callable[[], object]) -> dict[str, int]:
-    """Kernels, copies and memsets of one step, from the profiler's trace; {} if it saw none."""
-    from torch.profiler import ProfilerActivity, profile
-
-    for _ in range(2):  # the first trace of a process can come back empty
-        torch.cuda.synchronize()
-        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
-            run()
-            torch.cuda.synchronize()
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "trace.json"
-            profiler.export_chrome_trace(str(path))
-            events = json.loads(path.read_text())["traceEvents"]
-        kinds = Counter(e["cat"] for e in events if e.get("ph") == "X" and "cat" in e)
-        counts = {k: kinds[k] for k in ("kernel", "gpu_memcpy", "gpu_memset")}
-        if counts["kernel"]:
-            return counts
-    return {}
-
-
-def step_memory(problem: Problem, name: str, frozen: float) -> dict[str, int]:
-    """Bytes above what was allocated before: peak of set-up, of the first and of a later step."""
-    device = problem.start[0].device
-    release(device)
-    before = torch.cuda.memory_allocated(device)
-
-    def peak() -> int:
-        synchronize(device)
-        found = torch.cuda.max_memory_allocated(device) - before
-        torch.cuda.reset_peak_memory_stats(device)
-        return found
-
-    peak()
-    variant = build(problem, name, frozen=frozen)
-    found = {"setup": peak()}
-    for when in ("first_step", "later_step"):
-        variant.optimizer.step()
-        found[when] = peak()
-    return {**found, "resident": torch.cuda.memory_allocated(device) - before}
-
-
-def padding_fraction(problem: Problem) -> float | None:
-    regions = getattr(tr, "regions", None)
-    plan = regions(build(problem, "gather").optimizer) if regions else None
-    found = getattr(plan, "padding_fraction", None)
-    return found() if callable(found) else found
-
-
 def fits(case: str, dtype: torch.dtype, device: torch.device) -> bool:
-    """Start, gradients, five variants of weights and states, two flat planes, temporaries."""
-    need = 22 * parameters(CASES[case]()) * dtype.itemsize
+    """Start, gradients, variants of weights and states, two flat planes, temporaries."""
+    need = (22 + 3 * len(peers.INSTALLED)) * parameters(CASES[case]()) * dtype.itemsize
     return device.type != "cuda" or need < torch.cuda.mem_get_info(device)[0]

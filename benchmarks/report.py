@@ -1,78 +1,63 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# Prints the table of the project's README from a record of bench_optim.py; --write puts it there.
+# Prints the README's tables from the records in benchmarks/results; --write puts them there, and
+# draws the plots. What a record is missing for stays empty.
 import argparse
-import json
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-README, RECORD = ROOT / "README.md", ROOT / "benchmarks" / "results" / "optim_h200.json"
-TIMERS = {"b2b": "back to back", "single": "single step", "graph": "CUDA graph", "host": "host"}
-VARIANTS = ("foreach", "fused", "gather", "flat")
-OURS = ("gather", "flat")
-BEGIN, END = "<!-- optim table -->", "<!-- /optim table -->"
+import plots
+import report_parts
+import report_steps
+from report_records import ROOT, Record, load
+
+README = ROOT / "README.md"
+TABLES: dict[str, Callable[[list[Record]], list[str]]] = {
+    "steps": report_steps.steps,
+    "split": report_steps.split,
+    "sweep": report_steps.sweep,
+    "optim": report_parts.optim,
+    "lars": report_parts.lars,
+    "chain": report_parts.chain,
+    "loss": report_parts.loss,
+    "data": report_parts.data,
+    "losses": report_parts.losses,
+}
+OF = {"split": "steps"}  # the records of a table that has none of its own
 
 
-def table(columns: list[str], rows: list[list[str]]) -> list[str]:
-    rule = ["---", *["---:"] * (len(columns) - 1)]
-    return [f"| {' | '.join(cells)} |" for cells in (columns, rule, *rows)]
+def tables(records: dict[str, list[Record]]) -> dict[str, str]:
+    """The text between the markers of each table; empty where there is no record."""
+    every = [record for found in records.values() for record in found]
+    found = {}
+    for name, make in TABLES.items():
+        given = every if name == "losses" else records[OF.get(name, name)]
+        found[name] = "\n".join(make(given)) + "\n" if given else ""
+    return found
 
 
-def machine(record: dict) -> str:
-    e, s = record["environment"], record["settings"]
-    copy = record["copy_bytes_per_second"] / 1e12
-    return (
-        f"`{s['optimizer']}`, {s['dtype']}, on one {e['gpu']} (driver {e['driver']}, "
-        f"{copy:.2f} TB/s in a device-to-device copy) and {e['cores']} cores of an {e['cpu']}; "
-        f"torch {e['torch']}, Python {e['python']}, {e['date'][:10]}. Command: `{e['command']}`"
-    )
-
-
-def speed_ups(case: str, taken: dict) -> list[str]:
-    def ratios(timer: str) -> str:
-        us = taken["us"][timer]
-        return " / ".join(f"{us['fused']['median'] / us[v]['median']:.2f}" for v in OURS)
-
-    copy = " / ".join(f"{taken['percent_of_copy'][v]:.0f}" for v in ("fused", *OURS))
-    return [
-        f"{case}, {taken['tensors']:,} tensors, {taken['parameters'] / 1e6:.1f} M",
-        *(ratios(t) for t in TIMERS),
-        copy,
-    ]
-
-
-def times(case: str, taken: dict, timer: str) -> list[str]:
-    def cell(found: dict) -> str:
-        spread = 50 * (found["q3"] - found["q1"]) / found["median"]
-        return f"{found['median']:,.{0 if found['median'] >= 100 else 1}f} ±{spread:.0f} %"
-
-    return [f"{case}, {TIMERS[timer]}", *(cell(taken["us"][timer][v]) for v in VARIANTS)]
-
-
-def report(record: dict) -> str:
-    cases = record["cases"]
-    above = ["model", *TIMERS.values(), "% of copy: fused / gather / flat"]
-    below = ["µs, median ± half the quartiles' distance", *VARIANTS]
-    lines = [machine(record) + ".", ""]
-    lines += ["Time of `fused=True` over ours, `gather` / `flat`; above 1 is faster:", ""]
-    lines += table(above, [speed_ups(c, taken) for c, taken in cases.items()])
-    lines += ["", "<details><summary>Times and spread</summary>", ""]
-    lines += table(below, [times(c, taken, t) for c, taken in cases.items() for t in TIMERS])
-    return "\n".join([*lines, "", "</details>"])
+def fill(text: str, found: dict[str, str], path: Path) -> str:
+    """`text` with each table between its two markers, which stand on lines of their own."""
+    for name, table in found.items():
+        begin, end = f"<!-- {name} -->\n", f"<!-- /{name} -->\n"
+        parts = re.fullmatch(f"(.*{begin}).*?({end}.*)", text, re.DOTALL)
+        if not parts:
+            sys.exit(f"{path.name} has no place for {name}: {begin.strip()} and {end.strip()}")
+        text = parts[1] + table + parts[2]
+    return text
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="The README's table of optimizer steps.")
-    parser.add_argument("--write", action="store_true", help="update README.md in place")
+    parser = argparse.ArgumentParser(description="The README's tables and plots.")
+    parser.add_argument("--write", action="store_true", help="update README.md and the plots")
     args = parser.parse_args(argv)
-    found = report(json.loads(RECORD.read_text()))
+    records = load()
+    found = tables(records)
     if not args.write:
-        return print(found)
-    parts = re.fullmatch(f"(.*{BEGIN}\n).*?({END}\n.*)", README.read_text(), re.DOTALL)
-    if not parts:
-        sys.exit(f"README.md has no place for the table: {BEGIN} and {END}, each on its own line")
-    README.write_text(f"{parts[1]}{found}\n{parts[2]}")
+        return print(*found.values(), sep="\n")
+    README.write_text(fill(README.read_text(), found, README))
+    plots.draw_all(records, plots.FOLDER)
 
 
 if __name__ == "__main__":

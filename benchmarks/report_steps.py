@@ -1,79 +1,142 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# Prints the README's tables of whole training steps and of the loss from the records of
-# bench_train_step.py and bench_loss.py; --write puts them there.
-import argparse
-import json
-import re
-import sys
+# The README's tables of whole training steps: how fast, which part does what, and where it fades.
+from itertools import pairwise
 
-import report
+from report_records import (
+    SPREAD,
+    Range,
+    Record,
+    cell,
+    command,
+    fold,
+    machine,
+    quotient,
+    repeats,
+    table,
+    times_cell,
+    where,
+)
 
-RESULTS = report.ROOT / "benchmarks" / "results"
-STEPS = (RESULTS / "train_step_h200.json", RESULTS / "train_step_mlp_h200.json")
-LOSS = RESULTS / "loss_h200.json"
-BEGIN, END = "<!-- step table -->", "<!-- /step table -->"
-VARIANTS = ("eager", "hand graph", "TrainStep", "TrainStep compile")
-
-
-def cell(variants: dict, name: str) -> str:
-    us = variants.get(name, {}).get("us")
-    if not us:
-        return "–"
-    spread = 50 * (us["q3"] - us["q1"]) / us["median"]
-    return f"{us['median']:,.{0 if us['median'] >= 100 else 1}f} ±{spread:.0f} %"
+STEP_VARIANTS = ("eager", "eager fused", "compile", "hand graph", "TrainStep", "TrainStep compile")
+SWEEP = ("eager fused", "hand graph", "TrainStep")
 
 
-def step_rows(record: dict) -> list[list[str]]:
-    when = record["environment"]["date"][11:16]
+# --- training steps -------------------------------------------------------------------------------
+
+
+def step_rows(records: list[Record]) -> dict[str, dict]:
+    """Times by variant of each model; a model that several records have is told by the clock."""
+    cases = [case for record in records for case in record["cases"]]
+    found = {}
+    for record in records:
+        when = record["environment"]["date"][11:16]
+        for case, taken in record["cases"].items():
+            label = f"{case}, batch {taken['inputs'][0]}"
+            label += f" ({when})" if cases.count(case) > 1 else ""
+            found[label] = {n: v["us"] for n, v in taken["variants"].items() if "us" in v}
+    return found
+
+
+def gain(times: dict, base: str, ours: str) -> Range | None:
+    return quotient(times.get(base), times.get(ours))
+
+
+def best(times: dict, base: str) -> Range | None:
+    """Of TrainStep with and without `compile`, the faster one over `base`."""
+    found = [gain(times, base, name) for name in ("TrainStep", "TrainStep compile")]
+    return max((f for f in found if f), default=None)
+
+
+# --- the sweep ------------------------------------------------------------------------------------
+
+
+def sweep_models(record: Record) -> dict[str, list[dict]]:
+    """The sizes of each model, by batch."""
+    found: dict[str, list[dict]] = {}
+    for taken in record["cases"].values():
+        found.setdefault(taken["model"], []).append(taken)
+    return {model: sorted(sizes, key=lambda s: s["batch"]) for model, sizes in found.items()}
+
+
+def sweep_times(taken: dict) -> dict:
+    return {name: found["us"] for name, found in taken["variants"].items() if "us" in found}
+
+
+# --- tables ---------------------------------------------------------------------------------------
+
+
+def span(ratios: list[float]) -> str:
+    least, most = f"{min(ratios):.1f}", f"{max(ratios):.1f}"
+    return least if least == most else f"{least} to {most}"
+
+
+def steps(records: list[Record]) -> list[str]:
+    rows = step_rows(records)
+    ranges = [[r[0] for t in rows.values() if (r := best(t, b))] for b in ("eager", "hand graph")]
+    over_eager, over_graph = map(span, ranges)
+    shown = [v for v in STEP_VARIANTS if any(v in times for times in rows.values())]
+    runs = "; ".join(map(command, records))
+    several = " Rows are from several runs, so compare within a row." * (len(records) > 1)
     return [
-        [f"{case} ({when})", *(cell(taken["variants"], name) for name in VARIANTS)]
-        for case, taken in record["cases"].items()
+        f"A whole training step in mixed precision is {over_eager} times as fast as PyTorch's "
+        f"eager one, and {over_graph} times as fast as the same stock step captured by hand.",
+        "",
+        "![Speed-up of whole training steps](benchmarks/plots/steps.png)",
+        "",
+        *table(
+            [SPREAD, *shown, "× eager"],
+            [
+                [label, *(cell(t.get(v)) for v in shown), times_cell(best(t, "eager"))]
+                for label, t in rows.items()
+            ],
+        ),
+        "",
+        f"On {machine(records[0])}; {records[0]['settings']['precision']}.{several} "
+        f"Commands: {runs}.{''.join(map(repeats, records))}",
     ]
 
 
-def loss_rows(record: dict) -> list[list[str]]:
-    rows = []
-    for case, taken in record["cases"].items():
-        us, peak = taken["us"].get("graph"), taken["peak_bytes"]
-        if us:
-            ratio = f"{us['torch']['median'] / us['ours']['median']:.2f}"
-            rows.append([case.removeprefix("cuda/"), ratio, f"{peak['ours'] / peak['torch']:.2f}"])
-    return rows
-
-
-def report_steps() -> str:
-    steps = [json.loads(path.read_text()) for path in STEPS]
-    loss = json.loads(LOSS.read_text())
-    e = steps[0]["environment"]
-    lines = [
-        f"One fp16 training step on one {e['gpu']}, torch {e['torch']}, {e['date'][:10]} (two runs "
-        "on hosts of unequal speed, so compare within a row); µs back to back, median ± half the "
-        "quartiles' distance. `hand graph` is the whole stock step in one hand-made CUDA graph.",
-        "",
+def split(records: list[Record]) -> list[str]:
+    pairs = {
+        "the graph (eager → hand graph)": ("eager", "hand graph"),
+        "fused step, 16-bit weights (hand graph → TrainStep)": ("hand graph", "TrainStep"),
+        "Inductor's kernels (→ TrainStep compile)": ("TrainStep", "TrainStep compile"),
+    }
+    rows = [
+        [label, *(times_cell(gain(t, *p)) for p in pairs.values()), times_cell(best(t, "eager"))]
+        for label, t in step_rows(records).items()
     ]
-    columns = ["model", *VARIANTS]
-    lines += report.table(columns, [row for record in steps for row in step_rows(record)])
-    lines += [
+    return table(["× faster by", *pairs, "together"], rows)
+
+
+def ending(last: int | None) -> str:
+    """Of a gain, as bench_sweep.py's `gain_ends` says it."""
+    if last is None:
+        return "up to the largest measured"
+    return f"up to {last:,}" if last else "at none"
+
+
+def sweep(records: list[Record]) -> list[str]:
+    (record,) = records
+    least, rows, ends = record["least_gain"], [], []
+    for model, sizes in sweep_models(record).items():
+        together = record["fades"].get(model, {}).get("together")
+        if together:
+            ends.append(f"{model} {ending(together['ends'])}")
+        for taken in sizes:
+            t = sweep_times(taken)
+            speed = taken["variants"].get("TrainStep", {}).get("samples_per_s")
+            parts = [gain(t, *p) for p in pairwise(SWEEP)]
+            both = [*parts, gain(t, SWEEP[0], SWEEP[2])]
+            cells = [*(cell(t.get(v)) for v in SWEEP), "–" if speed is None else f"{speed:,.0f}"]
+            rows.append([f"{model}, {taken['batch']:,}", *cells, *map(times_cell, both)])
+    columns = [f"model, batch; {SPREAD}", *SWEEP, "samples/s", "graph", "the rest", "together"]
+    return [
+        f"Batches that gain a factor of {least} or more over eager steps with the fused optimizer: "
+        f"{'; '.join(ends)}.",
         "",
-        "`tr.cross_entropy`, forward and backward in a CUDA graph, torch's over ours:",
+        "![Speed-up by batch size](benchmarks/plots/sweep.png)",
         "",
+        where(record),
+        *fold("All batch sizes", table(columns, rows)),
     ]
-    lines += report.table(["dtype/shape", "time", "peak memory, ours / torch's"], loss_rows(loss))
-    return "\n".join(lines)
-
-
-def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="The README's tables of training steps.")
-    parser.add_argument("--write", action="store_true", help="update README.md in place")
-    args = parser.parse_args(argv)
-    found = report_steps()
-    if not args.write:
-        return print(found)
-    parts = re.fullmatch(f"(.*{BEGIN}\n).*?({END}\n.*)", report.README.read_text(), re.DOTALL)
-    if not parts:
-        sys.exit(f"README.md has no place for the tables: {BEGIN} and {END}, on lines of their own")
-    report.README.write_text(f"{parts[1]}{found}\n{parts[2]}")
-
-
-if __name__ == "__main__":
-    main()

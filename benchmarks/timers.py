@@ -4,11 +4,12 @@
 import gc
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
+
+from torch_renaissance.ab.measure import no_garbage_collection, wall_time
 
 LEAST_ROUNDS = 3
 LONGEST = 6.0  # seconds after which a set of variants gets no further round
@@ -34,20 +35,14 @@ def release(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-@contextmanager
-def no_garbage_collection() -> Iterator[None]:
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
+def flush_bytes(device: torch.device) -> int:
+    """Twice the L2 cache."""
+    return 2 * (getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0) or 64 << 20)
 
 
 def l2_flusher(device: torch.device) -> Callable[[], object]:
     """A call that overwrites twice the L2 cache, for steps that shall find their data in memory."""
-    size = getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0) or 64 << 20
-    return torch.empty(2 * size, dtype=torch.uint8, device=device).zero_
+    return torch.empty(flush_bytes(device), dtype=torch.uint8, device=device).zero_
 
 
 def summary(seconds: list[float]) -> dict:
@@ -71,15 +66,6 @@ def interleave(
             for name, taken in samples.items():
                 taken.append(measure(name))
     return {name: summary(taken) for name, taken in samples.items()}
-
-
-def wall_time(run: Callable[[], object], repeats: int, device: torch.device) -> float:
-    synchronize(device)
-    start = time.perf_counter()
-    for _ in range(repeats):
-        run()
-    synchronize(device)
-    return (time.perf_counter() - start) / repeats
 
 
 def event_time(run: Callable[[], object], repeats: int) -> float:

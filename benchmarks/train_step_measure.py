@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# How bench_train_step.py measures: the first steps of a variant (losses, start-up, memory), rounds
-# in which all variants take turns, and the kernels of a step. A failure becomes a reason.
+# How whole training steps are measured: the first steps of a variant (losses, start-up, memory),
+# rounds in which all variants take turns, and the kernels of a step. A failure becomes a reason.
 import itertools
 import statistics
 import time
@@ -8,22 +8,22 @@ from collections.abc import Callable
 
 import timers
 import torch
-from optim_variants import count_launches
+from common import reason
+from optim_costs import count_launches
+from tables import progress
 from torch import Tensor
-from train_step_variants import VARIANTS, WARMUP, Setting, Variant
+from train_step_cases import Case, make_batches, make_model
+from train_step_report import difference
+from train_step_variants import TOLERANCE, VARIANTS, WARMUP, Setting, Variant
 
 FIRST = 10  # steps whose losses are compared before anything is timed
 LAST = 3  # of those, the ones that are taken as steady
 HOST_SAMPLES = 3  # in each round
 LONGEST_TURN = 2000  # steps of one variant in one round
+ROUNDS, QUICK_ROUNDS = 7, 5
 
 Batches = list[tuple[Tensor, Tensor]]
 Run = Callable[[], object]
-
-
-def reason(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {' '.join(lines[:2])}"[:400]
 
 
 def first_steps(variant: Variant, batches: Batches, device: torch.device) -> dict:
@@ -118,9 +118,71 @@ def time_rounds(
 
 def kernels_of(name: str, setting: Setting, batches: Batches) -> dict:
     """Kernels, copies and memsets of a step of a fresh variant; {} if the profiler saw none."""
-    variant = VARIANTS[name](setting)
-    for x, y in itertools.islice(itertools.cycle(batches), WARMUP + 3):
-        variant.step(x, y)
-    counts = count_launches(lambda: variant.step(*batches[0]))
-    variant.close()
-    return counts
+    try:
+        variant = VARIANTS[name](setting)
+        for x, y in itertools.islice(itertools.cycle(batches), WARMUP + 3):
+            variant.step(x, y)
+        counts = count_launches(lambda: variant.step(*batches[0]))
+        variant.close()
+    except Exception as error:  # no profiler on this machine: the times stand without it
+        return {"kernels_failed": reason(error)}
+    return {"kernels": counts}
+
+
+# --- a whole case ---------------------------------------------------------------------------------
+
+
+def setting_of(case: Case, quick: bool, precision: str, device: torch.device) -> Setting:
+    """Compiled code of earlier cases is dropped, else another batch size of a model that has been
+    compiled already would get dynamic shapes."""
+    torch.compiler.reset()
+    timers.release(device)
+    return Setting(case, make_model(case, quick), precision, device)
+
+
+def measure(setting: Setting, names: list[str], quick: bool, budget: float, taken: dict) -> None:
+    """Every variant's first steps, compared with eager's (else the first one's), then rounds in
+    which all take turns. `taken` is filled on the way: what precedes a failure is kept."""
+    case, device = setting.case, setting.device
+    batches = make_batches(case, quick, device)
+    found: dict[str, dict] = {}
+    taken |= {
+        "inputs": case.inputs(quick),
+        "parameters": sum(p.numel() for p in setting.start.parameters()),
+        "optimizer": case.optimizer.__name__,
+        "compared_with": "eager" if "eager" in names else names[0],
+        "tolerance": TOLERANCE[setting.precision],
+        "variants": found,
+    }
+    alive = {}
+    for name in names:
+        progress(f"    {name}")
+        found[name], variant = prepare(name, setting, batches)
+        if variant is not None:
+            alive[name] = variant
+    check(taken)
+    progress(f"    timing {len(alive)} variants")
+    turns = itertools.cycle(batches)
+    runs = {n: lambda step=v.step: step(*next(turns)) for n, v in alive.items()}
+    rounds = QUICK_ROUNDS if quick else ROUNDS
+    for name, times in time_rounds(runs, device, rounds, budget).items():
+        found[name] |= times
+    for variant in alive.values():
+        variant.close()
+
+
+def check(taken: dict) -> None:
+    """The first losses of each variant against the reference's, from equal weights and batches."""
+    reference = taken["variants"].get(taken["compared_with"], {}).get("losses")
+    for found in taken["variants"].values():
+        if reference and "losses" in found:
+            apart = difference(found["losses"], reference)
+            found |= {"difference": apart, "agrees": apart <= taken["tolerance"]}
+
+
+def all_good(cases: list[dict]) -> bool:
+    """No variant of ours failed, and none has other losses than the reference."""
+    rows = [row for case in cases for row in case["variants"].items()]
+    ours = [found for name, found in rows if name.startswith(("TrainStep", "ours"))]
+    agree = all(found.get("agrees", True) for _, found in rows)
+    return agree and not any("failed" in found for found in ours)

@@ -4,17 +4,31 @@
 import math
 import textwrap
 
-import common
+from tables import WIDTH, bar, microseconds, number, print_table
 
-OURS, BASES = ("TrainStep", "TrainStep compile"), ("eager", "compile", "hand graph")
+OURS, BASES = (
+    ("TrainStep", "TrainStep tr.loss", "TrainStep compile"),
+    ("eager", "compile", "hand graph"),
+)
+PAIRS = [
+    (base, ours) for base in ("eager", "eager fused", "compile", "hand graph") for ours in OURS
+]
+PAIRS += [("eager", "hand graph"), ("eager fused", "hand graph")]  # what the graph alone gains
+PAIRS += [("stock", "ours"), ("stock + EMA", "ours + EMA")]
 
-MOST_MICROSECONDS = {("mlp", "TrainStep"): 140, ("mlp", "TrainStep compile"): 95}
+MOST_MICROSECONDS = {
+    ("mlp", "TrainStep"): 140,
+    ("mlp", "TrainStep tr.loss"): 140,
+    ("mlp", "TrainStep compile"): 95,
+}
 LEAST_RATIOS = {  # (ours, base): time of the base over time of ours
     "mlp": {
         ("TrainStep", "hand graph"): 1.4,
         ("TrainStep", "eager"): 22,
+        ("TrainStep tr.loss", "eager"): 22,
         ("TrainStep compile", "hand graph"): 2,
     },
+    "resnet18": {("TrainStep", "eager"): 10, ("TrainStep compile", "eager"): 12},
     "resnet18_cifar": {("TrainStep", "eager"): 10, ("TrainStep compile", "eager"): 12},
     "resnet50": {("TrainStep", "eager"): 4.5},
     "resnet50_b256": {("TrainStep compile", "compile"): 1.25},
@@ -50,19 +64,11 @@ def ratio(taken: dict, base: str, ours: str) -> float | None:
 def ratios_of(key: str, case: str, taken: dict | None) -> dict[str, float]:
     if taken is None:
         return {}
-    pairs = [(b, o) for b in BASES for o in OURS] + [
-        ("stock", "ours"),
-        ("stock + EMA", "ours + EMA"),
-    ]
-    found = {f"{key}/{case}/{b} over {o}": ratio(taken, b, o) for b, o in pairs}
+    found = {f"{key}/{case}/{b} over {o}": ratio(taken, b, o) for b, o in PAIRS}
     return {name: value for name, value in found.items() if value is not None}
 
 
 # --- bars -----------------------------------------------------------------------------------------
-
-
-def bar(name: str, bound: str, reached: float | str, holds: bool) -> dict:
-    return {"name": name, "bar": bound, "reached": reached, "holds": bool(holds)}
 
 
 def broken(taken: dict, ours: str) -> str | None:
@@ -126,17 +132,6 @@ def evaluate_bars(record: dict) -> list[dict]:
 # --- tables ---------------------------------------------------------------------------------------
 
 
-def number(value: float | None, digits: int = 2) -> str:
-    return "-" if value is None else f"{value:,.{digits}f}"
-
-
-def microseconds(times: dict | None) -> str:
-    if not times:
-        return "-"
-    spread = 50 * (times["q3"] - times["q1"]) / times["median"]
-    return f"{number(times['median'], 0 if times['median'] >= 100 else 1)} ±{spread:.0f}%"
-
-
 def gibibytes(size: int | None) -> str:
     return number(None if size is None else size / 2**30)
 
@@ -145,7 +140,7 @@ def print_notes(taken: dict, reference: str) -> None:
     """What a table's cells have no room for: why a variant failed, whose numbers are others."""
     for name, found in taken["variants"].items():
         if "failed" in found:
-            print(textwrap.fill(f"{name} failed: {found['failed']}", common.WIDTH))
+            print(textwrap.fill(f"{name} failed: {found['failed']}", WIDTH))
         if not found.get("agrees", True):
             print(f"DISAGREES with {reference} by {found['difference']:.1e}: {name}")
 
@@ -163,8 +158,8 @@ def print_case(case: str, taken: dict) -> None:
         rows.append([name, *cells])
     shape = " x ".join(map(str, taken["inputs"]))
     title = f"{case}: {taken['optimizer']}, {taken['parameters']:,} parameters, inputs {shape}"
-    common.print_table(title, [*columns, "loss 1→10"], rows)
-    print_notes(taken, "eager")
+    print_table(title, [*columns, "loss 1→10"], rows)
+    print_notes(taken, taken.get("compared_with", "eager"))
 
 
 def print_chain(case: str, taken: dict) -> None:
@@ -176,7 +171,7 @@ def print_chain(case: str, taken: dict) -> None:
         cells += [number(ratio(taken, name.replace("ours", "stock"), name))]
         rows.append([name, *cells])
     title = f"{case}: unscale, clip, fused AdamW, update; {taken['parameters']:,} parameters"
-    common.print_table(title, ["chain", "µs", "host µs", "x stock"], rows)
+    print_table(title, ["chain", "µs", "host µs", "x stock"], rows)
     print_notes(taken, "stock")
 
 
@@ -193,10 +188,4 @@ def print_summary(record: dict) -> None:
             rows.append([f"{case} {name}", *cells])
     if rows:
         title = "time of the base over time of the step (below 1: slower)"
-        common.print_table(title, columns, rows)
-    if record["bars"]:
-        lines = []
-        for b in record["bars"]:
-            reached = b["reached"] if isinstance(b["reached"], str) else f"{b['reached']:g}"
-            lines.append([b["name"], b["bar"], reached, "yes" if b["holds"] else "NO"])
-        common.print_table("bars", ["bar", "wanted", "reached", "holds"], lines)
+        print_table(title, columns, rows)

@@ -19,6 +19,7 @@ import amp_chain
 import bench_train_step
 import common
 import shapes
+import tables
 import train_step_measure as measure
 import train_step_report as report
 import train_step_variants as variants_of
@@ -38,7 +39,7 @@ def run(tmp_path, *arguments, device="cpu"):
     threads = torch.get_num_threads()
     given = ["--quick", "--device", device, "--budget", "0.01", "--threads", "1"]
     try:
-        status = bench_train_step.main([*given, "--json", str(path), *arguments])
+        status = bench_train_step.TrainSteps().main([*given, "--json", str(path), *arguments])
     finally:
         torch.set_num_threads(threads)
     return status, json.loads(path.read_text())
@@ -98,16 +99,16 @@ def test_small_form_fits_its_batches(case):
 
 
 def test_defaults():
-    args = bench_train_step.parse(["--device", "cpu"])
+    args = bench_train_step.TrainSteps().parse(["--device", "cpu"])
     assert (args.cases, args.variants, args.precision) == (list(CASES), None, "fp32")
-    assert bench_train_step.parse(["--device", "cuda"]).precision == "fp16"
-    assert bench_train_step.parse(["--quick"]).budget < args.budget
-    chain = bench_train_step.parse(["--chain"])
+    assert bench_train_step.TrainSteps().parse(["--device", "cuda"]).precision == "fp16"
+    assert bench_train_step.TrainSteps().parse(["--quick"]).budget < args.budget
+    chain = bench_train_step.TrainSteps().parse(["--chain"])
     assert chain.cases == ["resnet50", "gpt2_124m", "gpt2_774m"]
 
 
 def test_lists_are_split():
-    args = bench_train_step.parse(
+    args = bench_train_step.TrainSteps().parse(
         ["--cases", "mlp,resnet50", "--variants", "eager fused, TrainStep"]
     )
     assert args.cases == ["mlp", "resnet50"]
@@ -129,7 +130,7 @@ def test_lists_are_split():
 )
 def test_bad_arguments(arguments, message, capsys):
     with pytest.raises(SystemExit) as leaving:
-        bench_train_step.parse(arguments)
+        bench_train_step.TrainSteps().parse(arguments)
     assert leaving.value.code == 2
     assert message in capsys.readouterr().err
 
@@ -138,9 +139,9 @@ def test_which_variants_run_by_default():
     gpu = torch.device("cuda")
     assert variants_of.names_for("mlp", gpu, quick=False) == list(VARIANTS)
     without = variants_of.names_for("resnet50", gpu, quick=False)
-    assert set(VARIANTS) - set(without) == {"compile max-autotune"}
+    assert set(VARIANTS) - set(without) == {"compile max-autotune", "TrainStep tr.loss"}
     assert variants_of.names_for("mlp", CPU, quick=False) == [
-        *("eager", "eager fused", "hand graph", "TrainStep")
+        *("eager", "eager fused", "hand graph", "TrainStep", "TrainStep tr.loss")
     ]
 
 
@@ -210,8 +211,8 @@ def test_first_steps_take_batches_in_turn_and_see_the_first_replay():
 
 def test_reason_is_one_line():
     error = RuntimeError("first\n\n  second\nthird" + "x" * 1000)
-    assert measure.reason(error) == "RuntimeError: first second"
-    assert len(measure.reason(ValueError("y" * 1000))) == 400
+    assert common.reason(error) == "RuntimeError: first second"
+    assert len(common.reason(ValueError("y" * 1000))) == 400
 
 
 def test_rounds_interleave_and_survive_a_failure():
@@ -236,12 +237,13 @@ def test_quick_run_on_a_cpu(tmp_path, capsys):
     status, record = run(tmp_path, "--cases", "mlp,vit_b_16_b64")
     assert status == 0
     out = capsys.readouterr().out
-    assert max(map(len, out.splitlines())) <= common.WIDTH
+    assert max(map(len, out.splitlines())) <= tables.WIDTH
     assert record["key"] == "cpu/fp32" and record["settings"]["quick"] and record["bars"] == []
     assert {"gpu", "torch", "command", "revision"} <= record["environment"].keys()
     for case in ("mlp", "vit_b_16_b64"):
         found = record["cases"][case]["variants"]
-        assert list(found) == ["eager", "eager fused", "hand graph", "TrainStep"]
+        ours = ["TrainStep", "TrainStep tr.loss"] if case == "mlp" else ["TrainStep"]
+        assert list(found) == ["eager", "eager fused", "hand graph", *ours]
         assert found["hand graph"] == {"failed": "RuntimeError: a CUDA graph needs a GPU"}
         assert "hand graph failed: RuntimeError: a CUDA graph needs a GPU" in out
         for name in ("eager", "eager fused", "TrainStep"):
@@ -321,7 +323,7 @@ def test_chain(tiny_chain, tmp_path, capsys):
         "cpu/fp32/tiny/stock over ours",
         "cpu/fp32/tiny/stock + EMA over ours + EMA",
     }
-    assert max(map(len, capsys.readouterr().out.splitlines())) <= common.WIDTH
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= tables.WIDTH
 
 
 def test_chain_that_fails_or_disagrees(tiny_chain, tmp_path, monkeypatch, capsys):
@@ -479,8 +481,9 @@ def test_summary_shows_bars(capsys):
     record["cases"]["mlp"]["variants"]["TrainStep"]["kernels"] = {"kernel": 61, "gpu_memcpy": 2}
     record["bars"] = report.evaluate_bars(record)
     report.print_summary(record)
+    tables.print_bars(record["bars"])
     lines = capsys.readouterr().out.splitlines()
-    assert max(map(len, lines)) <= common.WIDTH
+    assert max(map(len, lines)) <= tables.WIDTH
     shown = next(line for line in lines if "mlp: TrainStep, µs" in line)
     assert shown.split()[-4:] == ["<=", "140", "150", "NO"]
     row = next(line for line in lines if line.strip().startswith("mlp TrainStep "))

@@ -3,6 +3,7 @@
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,8 +11,12 @@ import torch
 sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
 import common
+import comparison
+import machine
 import optim_report
+import peers
 import shapes
+import tables
 import timers
 
 CPU = torch.device("cpu")
@@ -57,31 +62,31 @@ def record(**ratios):
 
 
 def test_comparison_takes_keys_of_both():
-    changes = common.compare(record(a=2.0, gone=1.0), record(a=1.5, fresh=9.0))
+    changes = comparison.compare(record(a=2.0, gone=1.0), record(a=1.5, fresh=9.0))
     assert [(c.key, c.percent) for c in changes] == [("a", -25.0)]
 
 
 @pytest.mark.parametrize("allowed, fails", [(None, False), (30.0, False), (10.0, True)])
 def test_regression_is_a_fall_beyond_what_is_allowed(allowed, fails, capsys):
     old, new = record(a=2.0, b=1.0), record(a=1.6, b=3.0)
-    assert common.report_comparison(old, new, allowed) is fails
+    assert comparison.report_comparison(old, new, allowed) is fails
     assert ("regression: a fell" in capsys.readouterr().out) is fails
 
 
 def test_comparison_says_when_the_machine_differs(capsys):
     old = record(a=1.0)
     old["environment"]["cpu"] = "another"
-    common.report_comparison(old, record(a=1.0), None)
+    comparison.report_comparison(old, record(a=1.0), None)
     assert "note: cpu differs: another then, a now" in capsys.readouterr().out
 
 
 def test_plain_table_is_aligned_and_narrow():
-    text = common.format_table("title", ["name", "µs"], [["a", "1.0"], ["long name", "100.0"]])
+    text = tables.format_table("title", ["name", "µs"], [["a", "1.0"], ["long name", "100.0"]])
     lines = text.splitlines()
     assert lines[0] == "title"
     assert lines[4] == "a            1.0"
-    wide = common.format_table("t" * 200, ["x" * 80, "y" * 80], [["1", "2"]])
-    assert max(map(len, wide.splitlines())) <= common.WIDTH
+    wide = tables.format_table("t" * 200, ["x" * 80, "y" * 80], [["1", "2"]])
+    assert max(map(len, wide.splitlines())) <= tables.WIDTH
 
 
 @pytest.mark.parametrize("with_rich", [True, False])
@@ -90,14 +95,14 @@ def test_table_prints_with_and_without_rich(with_rich, monkeypatch, capsys):
         pytest.importorskip("rich")
     else:
         monkeypatch.setitem(sys.modules, "rich", None)
-    common.print_table("title", ["name", "µs"], [["row", "12"]])
+    tables.print_table("title", ["name", "µs"], [["row", "12"]])
     out = capsys.readouterr().out
     assert "title" in out and "row" in out
-    assert max(map(len, out.splitlines())) <= common.WIDTH
+    assert max(map(len, out.splitlines())) <= tables.WIDTH
 
 
 def test_environment_has_what_a_number_needs(tmp_path):
-    found = common.environment(CPU)
+    found = machine.environment(CPU)
     wanted = {"gpu", "cpu", "cores", "threads", "torch", "cuda", "revision", "command", "date"}
     assert wanted <= found.keys()
     common.write_json(tmp_path / "new" / "record.json", found)
@@ -105,8 +110,8 @@ def test_environment_has_what_a_number_needs(tmp_path):
 
 
 def test_command_line_names_no_folder_outside_the_project():
-    script = str(common.ROOT / "benchmarks" / "bench_optim.py")
-    found = common.command_line([script, "--json", "/elsewhere/a.json", "--quick"])
+    script = str(machine.ROOT / "benchmarks" / "bench_optim.py")
+    found = machine.command_line([script, "--json", "/elsewhere/a.json", "--quick"])
     assert found == "python benchmarks/bench_optim.py --json a.json --quick"
 
 
@@ -184,6 +189,92 @@ def test_bars_of_lars():
     }
 
 
+class Planted(common.Benchmark):
+    """Cases whose names are the ratios of their first and second run."""
+
+    description = "planted"
+
+    def complete(self, args, parser):
+        args.cases = ["2.0,2.1", "bad", "4.0,4.0"]
+
+    def run_case(self, case, record):
+        if case == "bad":
+            raise ValueError("no such\nproblem")
+        record["cases"][case] = float(case.split(",")[self.record is not record])
+
+    def ratios_of(self, case, record):
+        return {case: record["cases"][case]} if case in record["cases"] else {}
+
+    def agrees(self, record):
+        return all(value > 0 for value in record["cases"].values())
+
+
+def test_main_repeats_and_keeps_what_did_not_fail(tmp_path, capsys):
+    path = tmp_path / "record.json"
+    args = ["--device", "cpu", "--json", str(path)]
+    assert Planted().main([*args, "--repeat", "2"]) == 1
+    found = json.loads(path.read_text())
+    assert found["ratios"] == {"2.0,2.1": 2.0, "4.0,4.0": 4.0}
+    assert found["failed"] == {"bad": "ValueError: no such problem"}
+    repeat = found["repeat"]
+    assert repeat["ratios"] == [found["ratios"], {"2.0,2.1": 2.1, "4.0,4.0": 4.0}]
+    assert repeat["largest_difference_percent"] == 5.0
+    assert "5.0 % is the largest difference between 2 runs" in capsys.readouterr().out
+    assert Planted().main(args) == 1
+    assert "repeat" not in json.loads(path.read_text())
+
+
+def test_main_tells_success_and_disagreement(monkeypatch):
+    monkeypatch.setattr(Planted, "complete", lambda self, args, _: setattr(args, "cases", ["1,1"]))
+    assert Planted().main(["--device", "cpu"]) == 0
+    monkeypatch.setattr(Planted, "agrees", lambda self, record: False)
+    assert Planted().main(["--device", "cpu"]) == 1
+
+
+def test_main_begins_no_case_after_the_limit(tmp_path):
+    path = tmp_path / "record.json"
+    assert Planted().main(["--device", "cpu", "--limit", "1e-9", "--json", str(path)]) == 0
+    found = json.loads(path.read_text())
+    assert found["left_out"] == ["2.0,2.1", "bad", "4.0,4.0"] and found["cases"] == {}
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--fail-if-regression", "5"], "--fail-if-regression needs --compare OLD.json"),
+        (["--repeat", "0"], "--repeat 0: must be at least 1"),
+        (["--limit", "0"], "--limit 0.0: must be more than 0 seconds"),
+    ],
+)
+def test_wrong_common_arguments(arguments, message, capsys):
+    with pytest.raises(SystemExit) as leaving:
+        Planted().parse(arguments)
+    assert leaving.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_repeated_runs_are_compared_where_all_have_a_ratio():
+    runs = [{"a": 1.0, "b": 2.0}, {"a": 1.1, "c": 3.0}]
+    assert comparison.differences(runs) == {"a": 10.0}
+    empty = comparison.repeated([{"ratios": {}, "failed": {}}] * 2)
+    assert empty["largest_difference_percent"] is None
+
+
+def test_peers_are_compared_where_installed_and_on_a_gpu(monkeypatch):
+    monkeypatch.setattr(peers, "INSTALLED", ("apex",))
+    assert peers.peers_of("adamw", on_gpu=True) == ("apex",)
+    assert peers.peers_of("adamw", on_gpu=False) == peers.peers_of("sgd", on_gpu=True) == ()
+
+
+def test_peers_take_torchs_arguments(monkeypatch):
+    def fused_adam(groups, **options):
+        return groups, options
+
+    module = SimpleNamespace(FusedAdam=fused_adam)
+    monkeypatch.setattr(peers, "import_module", lambda name: module)
+    options = {"lr": 1e-3, "weight_decay": 0.1, "capturable": True}
+    assert peers.make("apex", "adam", [], options) == ([], options | {"adam_w_mode": False})
+
+
 @pytest.fixture
 def one_thread():
     threads = torch.get_num_threads()
@@ -206,7 +297,7 @@ def test_benchmark_runs_agrees_and_compares(
     args = ["--device", "cpu", "--quick", "--cases", "tiny", "--optimizer", optimizer, *one_thread]
     args += ["--json", str(new), "--compare", str(old)]
     args += ["--fail-if-regression", *allowed] if allowed else []
-    assert bench_optim.main(args) == status
+    assert bench_optim.OptimizerSteps().main(args) == status
     found = json.loads(new.read_text())
     assert key in found["ratios"]
     assert all(found["cases"]["tiny"]["check"]["agrees"].values())

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# The README: its table is what the kept record says, its Python blocks run, and it names all that
-# is public.
+# The README: its tables and plots are what the kept records say, its Python blocks run, and it
+# names all that is public.
 
 import json
 import re
@@ -8,11 +8,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
+import plots
 import report
-import report_steps
+import report_records
 
 import torch_renaissance as tr
 from torch_renaissance._ops import _C
@@ -22,28 +24,56 @@ DOCS = sorted((report.ROOT / "docs").glob("*.md"))
 PUBLIC = [f"tr.{n}" for n in tr.__all__] + [f"tr.optim.{n}" for n in tr.optim.__all__]
 
 
-def test_the_table_is_the_records():
-    record = json.loads(report.RECORD.read_text())
-    found = TEXT.split(f"{report.BEGIN}\n")[1].split(f"\n{report.END}")[0]
-    assert found == report.report(record), "run `python benchmarks/report.py --write`"
+RECORDS = report_records.load()
+NUMBERED = ("Results", "When it does not help", "Honest remarks")
 
 
-def test_the_tables_of_steps_are_the_records():
-    found = TEXT.split(f"{report_steps.BEGIN}\n")[1].split(f"\n{report_steps.END}")[0]
-    assert found == report_steps.report_steps(), "run `python benchmarks/report_steps.py --write`"
+def test_the_tables_are_the_records():
+    filled = report.fill(TEXT, report.tables(RECORDS), report.README)
+    assert filled == TEXT, "run `python benchmarks/report.py --write`"
 
 
-def test_report_writes_the_table_and_nothing_else(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("title", NUMBERED)
+def test_numbers_of_the_results_are_the_records(title):
+    """Between the markers stands what records say; elsewhere in these parts stands no number."""
+    text = re.search(rf"^## {title}\n(.*?)^## ", TEXT, re.DOTALL | re.MULTILINE)[1]
+    for name in report.TABLES:
+        text = re.sub(f"<!-- {name} -->.*<!-- /{name} -->", "", text, flags=re.DOTALL)
+    text = re.sub(r"`[^`]+`|\]\([^)]+\)|\bL2\b", "", text)  # code, links, the cache
+    assert not re.findall(r".*\d.*", text)
+
+
+@pytest.mark.parametrize("name", plots.PLOTS)
+def test_plots_show_the_records(name):
+    """A PNG carries the numbers that it was drawn from."""
+    path = plots.FOLDER / f"{name}.png"
+    shown = f"]({path.relative_to(report.ROOT).as_posix()})" in TEXT
+    assert shown == path.exists() == bool(RECORDS[name])
+    if shown:
+        found = json.loads(Image.open(path).text[plots.DATA])
+        now = plots.PLOTS[name](RECORDS[name])
+        assert found == now, "run `python benchmarks/report.py --write`"
+
+
+def test_report_writes_tables_and_plots_and_nothing_else(tmp_path, monkeypatch, capsys):
     readme = tmp_path / "README.md"
     monkeypatch.setattr(report, "README", readme)
+    monkeypatch.setattr(plots, "FOLDER", tmp_path / "plots")
+    found = report.tables(RECORDS)
     for stale in ("", "some\nold table\n"):
-        readme.write_text(f"before\n{report.BEGIN}\n{stale}{report.END}\nafter\n")
+        parts = (f"<!-- {name} -->\n{stale}<!-- /{name} -->\n" for name in found)
+        readme.write_text("before\n" + "between\n".join(parts) + "after\n")
         report.main(["--write"])
-        report.main([])
-        table = capsys.readouterr().out
-        assert readme.read_text() == f"before\n{report.BEGIN}\n{table}{report.END}\nafter\n"
+        parts = (f"<!-- {name} -->\n{table}<!-- /{name} -->\n" for name, table in found.items())
+        assert readme.read_text() == "before\n" + "between\n".join(parts) + "after\n"
+    drawn = {path.stem for path in (tmp_path / "plots").iterdir()}
+    assert drawn == {name for name in plots.PLOTS if RECORDS[name]}
+    before = readme.read_text()
+    report.main([])
+    assert all(table in capsys.readouterr().out for table in [found["steps"]])
+    assert readme.read_text() == before
     readme.write_text("no markers\n")
-    with pytest.raises(SystemExit, match="no place for the table"):
+    with pytest.raises(SystemExit, match="no place for steps: <!-- steps --> and <!-- /steps -->"):
         report.main(["--write"])
 
 

@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: BSD-3-Clause
+# Ratios against those of an earlier record, and of several runs in one process.
+from dataclasses import dataclass
+
+from tables import print_table
+
+SHOWN = 10  # ratios of repeated runs, those that differ most
+
+
+@dataclass(frozen=True)
+class Change:
+    key: str
+    old: float
+    new: float
+
+    @property
+    def percent(self) -> float:
+        return 100 * (self.new / self.old - 1)
+
+
+def compare(old: dict, new: dict) -> list[Change]:
+    """Speed ratios that both records hold; absolute times of two machines say nothing."""
+    return [Change(k, old["ratios"][k], v) for k, v in new["ratios"].items() if k in old["ratios"]]
+
+
+def regressions(changes: list[Change], percent: float) -> list[Change]:
+    return [c for c in changes if c.percent < -percent]
+
+
+def report_comparison(old: dict, new: dict, percent: float | None) -> bool:
+    """Print what changed; true if something fell by more than `percent`."""
+    changes = compare(old, new)
+    for key in ("gpu", "cpu", "torch"):
+        before, now = (r["environment"].get(key) for r in (old, new))
+        if before != now:
+            print(f"note: {key} differs: {before} then, {now} now")
+    rows = [[c.key, f"{c.old:.2f}", f"{c.new:.2f}", f"{c.percent:+.1f} %"] for c in changes]
+    print_table("ratios against the earlier run", ["key", "then", "now", "change"], rows)
+    fallen = regressions(changes, percent) if percent is not None else []
+    for c in fallen:
+        print(f"regression: {c.key} fell from {c.old:.2f} to {c.new:.2f}")
+    return bool(fallen)
+
+
+def differences(runs: list[dict[str, float]]) -> dict[str, float]:
+    """How far the same ratio of several runs lies apart, in % of the smallest."""
+    shared = [key for key in runs[0] if all(key in run for run in runs)]
+    ranges = {key: [run[key] for run in runs] for key in shared}
+    return {key: round(100 * (max(r) / min(r) - 1), 2) for key, r in ranges.items()}
+
+
+def repeated(records: list[dict]) -> dict:
+    """What the first of several records of one process says of all of them."""
+    ratios = [record["ratios"] for record in records]
+    return {
+        "ratios": ratios,
+        "largest_difference_percent": max(differences(ratios).values(), default=None),
+        "failed": [record["failed"] for record in records],
+    }
+
+
+def print_repeat(runs: list[dict[str, float]]) -> None:
+    found = sorted(differences(runs).items(), key=lambda item: -item[1])
+    columns = ["ratio", *(f"run {i + 1}" for i in range(len(runs))), "apart"]
+    rows = [[k, *(f"{run[k]:.2f}" for run in runs), f"{d:.1f} %"] for k, d in found[:SHOWN]]
+    if rows:
+        print_table("ratios that differ most between runs", columns, rows)
+        largest = found[0][1]
+        print(f"{largest:.1f} % is the largest difference between {len(runs)} runs")

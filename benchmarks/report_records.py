@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: BSD-3-Clause
+# The kept records, and what the README's tables and plots take from them. A record that isn't there
+# leaves its tables and plots out.
+import json
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+STEP_RECORDS = "train_step*_h200.json"  # several, where one run would take too long
+GPU_RECORDS = ("optim", "lars", "loss", "chain", "sweep", "data")
+
+Record = dict
+Range = tuple[float, float, float]  # ratio of medians, and its ends with either quartile
+
+
+def load(folder: Path = RESULTS) -> dict[str, list[Record]]:
+    """Records by subject; an empty list where there is none."""
+    found = {name: [folder / f"{name}_h200.json"] for name in GPU_RECORDS}
+    found["steps"] = sorted(folder.glob(STEP_RECORDS))
+    found["cpu"] = [folder / "optim_cpu.json"]
+    return {
+        name: [json.loads(path.read_text()) for path in paths if path.exists()]
+        for name, paths in found.items()
+    }
+
+
+SPREAD = "µs, median ± half the quartiles' distance"
+
+
+# --- cells ---------------------------------------------------------------------------------------
+
+
+def table(columns: list[str], rows: list[list[str]]) -> list[str]:
+    rule = ["---", *["---:"] * (len(columns) - 1)]
+    return [f"| {' | '.join(cells)} |" for cells in (columns, rule, *rows)]
+
+
+def cell(times: dict | None) -> str:
+    """Median and half the quartiles' distance."""
+    if not times:
+        return "–"
+    spread = 50 * (times["q3"] - times["q1"]) / times["median"]
+    return f"{times['median']:,.{0 if times['median'] >= 100 else 1}f} ±{spread:.0f} %"
+
+
+def quotient(above: dict | None, below: dict | None) -> Range | None:
+    if not above or not below:
+        return None
+    ends = above["q1"] / below["q3"], above["q3"] / below["q1"]
+    return above["median"] / below["median"], *ends
+
+
+def times_cell(found: Range | None) -> str:
+    return "–" if found is None else f"{found[0]:.2f}"
+
+
+def machine(record: Record) -> str:
+    e = record["environment"]
+    return (
+        f"one {e['gpu']} (driver {e['driver']}), {e['cores']} cores of an {e['cpu']}, "
+        f"torch {e['torch']}, Python {e['python']}, {e['date'][:10]}"
+    )
+
+
+def command(record: Record) -> str:
+    return f"`{record['environment']['command']}`"
+
+
+def repeats(record: Record) -> str:
+    """How far two runs of it lay apart, where there were two."""
+    apart = record.get("repeat", {}).get("largest_difference_percent")
+    return "" if apart is None else f" Ratios of its runs differ by {apart:.1f} % at most."
+
+
+def where(record: Record) -> str:
+    return f"On {machine(record)}. Command: {command(record)}.{repeats(record)}"
+
+
+def fold(title: str, lines: list[str]) -> list[str]:
+    """Hidden until a reader opens it."""
+    return ["", f"<details><summary>{title}</summary>", "", *lines, "", "</details>"]
