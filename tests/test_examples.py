@@ -62,7 +62,7 @@ def write(directory, name, tensor, compress):
 
 def small_mnist(directory, compress=True, train=300, test=100):
     """Images of the file beside the demo, written as a whole MNIST of `train` and `test` images."""
-    images, labels = demo.read_set(DEMO.parent / "data", "t10k")
+    images, labels = demo.read_set(DEMO.parent / "data", train=False)
     images, labels = images.view(-1, 28, 28), labels.to(torch.uint8)
     for prefix, part in (("train", slice(train)), ("t10k", slice(train, train + test))):
         write(directory, f"{prefix}-images-idx3-ubyte", images[part], compress)
@@ -108,7 +108,7 @@ def test_default_data_and_table():
 def test_both_layouts_are_read(tmp_path, where, compress):
     small_mnist(tmp_path / where, compress)
     images, labels, more_images, more_labels = demo.load(tmp_path, download=False)
-    expected_images, expected_labels = demo.read_set(DEMO.parent / "data", "t10k")
+    expected_images, expected_labels = demo.read_set(DEMO.parent / "data", train=False)
     assert torch.equal(torch.cat([images, more_images]), expected_images[:400])
     assert torch.equal(torch.cat([labels, more_labels]), expected_labels[:400])
     assert images.shape == (300, 784) and images.dtype == torch.uint8
@@ -165,7 +165,7 @@ def test_sentence_on_the_losses(capsys, losses, sentence):
     ]
     data = torch.zeros(3), torch.zeros(3), torch.zeros(2), torch.zeros(2)
     args = SimpleNamespace(device="cpu", fused=False, batch=1, data=data)
-    demo.report(*sides, args, Console(width=100))
+    demo.report(*sides, args=args, console=Console(width=100))
     out = capsys.readouterr().out
     assert sentence in out
     assert table_of(out)["native"][:4] == ["1.000 s", "1.00×", "1.0000", "50.00%"]
@@ -265,20 +265,13 @@ GOOD = torch.zeros(300, 28, 28, dtype=torch.uint8)
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        (f"{IMAGES}.gz", None, f"has neither {IMAGES} nor {IMAGES}.gz."),
+        (f"{IMAGES}.gz", None, f"has neither {IMAGES} nor {IMAGES}.gz, "),
         (f"{IMAGES}.gz", gzip.compress(idx(GOOD))[:-30], "is damaged or cut off: "),
-        (f"{IMAGES}.gz", idx(GOOD), "is damaged or cut off: Not a gzipped file"),
-        (f"{IMAGES}.gz", gzip.compress(idx(GOOD))[:-8] + bytes(8), "is damaged or cut off: CRC"),
-        (IMAGES, idx(GOOD)[:-1], "is empty, damaged or cut off: 235215 bytes, expected 235216"),
-        (IMAGES, idx(GOOD) + b"0", "is empty, damaged or cut off: 235217 bytes, expected 235216"),
-        (IMAGES, idx(GOOD)[:10], "is empty, damaged or cut off: 10 bytes, expected "),
-        (IMAGES, b"", "begins with '', expected IDX's '00000803'."),
-        (IMAGES, idx(GOOD[0]), "begins with '00000802', expected IDX's '00000803'."),
-        (LABELS, idx(GOOD), "begins with '00000803', expected IDX's '00000801'."),
-        (IMAGES, idx(GOOD[:0]), "is empty, damaged or cut off: 16 bytes, expected 16"),
-        (LABELS, idx(GOOD[:299, 0, 0]), "train has 300 images, 299 labels."),
-        (IMAGES, idx(GOOD[:, 1:]), "train has images of [27, 28], labels up to 9, expected [28, 2"),
-        (LABELS, idx(GOOD[:, 0, 0] + 10), "train has images of [28, 28], labels up to 10, expect"),
+        (IMAGES, idx(GOOD)[:-1], "is cut off: 235199 bytes follow its header, expected 235200"),
+        (IMAGES, b"", "is no IDX file: it begins with ''"),
+        (LABELS, idx(GOOD[:299, 0, 0]), f"has 300 images, but {{}}/{LABELS} has 299 labels"),
+        (IMAGES, idx(GOOD[:, 1:]), "expected images of 1 × 28 × 28, got DeviceDataset(300 images"),
+        (LABELS, idx(GOOD[:, 0, 0] + 10), f"{{}}/{LABELS}: labels[0] is 10, expected 0 to 9"),
     ],
 )
 def test_bad_files(capsys, monkeypatch, tmp_path, name, content, message):
@@ -288,14 +281,13 @@ def test_bad_files(capsys, monkeypatch, tmp_path, name, content, message):
     else:
         (tmp_path / name).write_bytes(content)
     error = main_error(capsys, monkeypatch, "--data", tmp_path)
-    assert message in error
-    assert str(tmp_path) in error
+    assert message.format(tmp_path) in error
 
 
 def test_bad_input_in_a_process(tmp_path):
     result = run_demo("--data", tmp_path)
     assert result.returncode == 2
-    assert result.stderr.endswith("-ubyte.gz.\n")
+    assert result.stderr.endswith("download=True) fetches them\n")
     assert "Traceback" not in result.stderr
 
 

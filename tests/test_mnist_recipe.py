@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: BSD-3-Clause
+# examples/mnist_recipe.py on a few hundred digits: that both backends train, and what they leave.
+import importlib.util
+import json
+import struct
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from torch_renaissance.data import DeviceDataset
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+pytest.importorskip("rich", reason="the recipe draws with rich")
+pytest.importorskip("torchvision", reason="the native side uses torchvision")
+
+
+def recipe():
+    sys.path.insert(0, str(EXAMPLES))
+    try:
+        spec = importlib.util.spec_from_file_location("mnist_recipe", EXAMPLES / "mnist_recipe.py")
+        module = importlib.util.module_from_spec(spec)
+        sys.modules["mnist_recipe"] = module  # where dataclasses look
+        spec.loader.exec_module(module)
+        return module
+    finally:
+        sys.path.remove(str(EXAMPLES))
+        sys.modules.pop("mnist_recipe", None)
+
+
+def idx(values):
+    head = bytes((0, 0, 8, values.ndim)) + struct.pack(f">{values.ndim}I", *values.shape)
+    return head + values.numpy().tobytes()
+
+
+@pytest.fixture
+def folder(tmp_path):
+    digits = DeviceDataset.from_mnist(EXAMPLES / "data", train=False)
+    for prefix, part in (("train", slice(0, 600)), ("t10k", slice(600, 900))):
+        images, labels = digits.images[part, 0], digits.labels[part].to(torch.uint8)
+        (tmp_path / f"{prefix}-images-idx3-ubyte").write_bytes(idx(images))
+        (tmp_path / f"{prefix}-labels-idx1-ubyte").write_bytes(idx(labels))
+    return tmp_path
+
+
+def run(monkeypatch, *arguments):
+    monkeypatch.setattr(sys, "argv", ["mnist_recipe.py", *map(str, arguments)])
+    recipe().main()
+
+
+@pytest.mark.filterwarnings("ignore:TrainStep runs eagerly")
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+def test_both_backends_learn(device, folder, monkeypatch, capsys):
+    pytest.importorskip("matplotlib", reason="for the plot")
+    json_path, plot = folder / "recipe.json", folder / "curves.png"
+    options = ("--device", device, "--batch", 50, "--workers", 0, "--no-compile")
+    files = ("--data", folder, "--json", json_path, "--plot", plot)
+    run(monkeypatch, "--backend", "both", "--epochs", 6, "--native-epochs", 6, *options, *files)
+    text = capsys.readouterr().out
+    assert "ours: " in text and "times native's epochs/s" in text
+    record = json.loads(json_path.read_text())
+    ours, native = record["runs"]
+    assert (ours["backend"], native["backend"]) == ("ours", "native")
+    for one in record["runs"]:
+        assert len(one["seconds"]) == len(one["loss"]) == len(one["accuracy"]) == 6
+        assert one["loss"][-1] < one["loss"][0]
+        assert one["accuracy"][-1] > 0.5 and one["epochs_per_second"] > 0
+    # The same recipe: the two come to about the same after as many epochs.
+    assert abs(ours["accuracy"][-1] - native["accuracy"][-1]) < 0.2
+    assert plot.read_bytes()[:4] == b"\x89PNG"
+
+
+def test_equal_seeds_give_equal_runs(folder, monkeypatch):
+    pytest.importorskip("torchvision")
+    paths = [folder / f"{i}.json" for i in range(2)]
+    for path in paths:
+        options = ("--device", "cpu", "--epochs", 1, "--batch", 100, "--data", folder)
+        with pytest.warns(UserWarning, match="runs eagerly"):
+            run(monkeypatch, *options, "--json", path)
+    first, second = (json.loads(path.read_text())["runs"][0] for path in paths)
+    assert first["loss"] == second["loss"] and first["accuracy"] == second["accuracy"]
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (("--epochs", 0), "must be at least 1"),
+        (("--data", "nowhere"), "nowhere"),
+        (("--batch", -1), "must be at least 1"),
+    ],
+)
+def test_bad_arguments(arguments, message, monkeypatch, capsys):
+    with pytest.raises(SystemExit):
+        run(monkeypatch, "--device", "cpu", *arguments)
+    assert message in capsys.readouterr().err
