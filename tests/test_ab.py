@@ -380,6 +380,19 @@ def test_where_memory_does_not_hold_all_they_are_timed_in_blocks():
     assert "Memory doesn't hold all variants at once" in str(result)
 
 
+def test_blocks_end_when_it_is_late():
+    """Of two blocks of five turns, two turns are had anyway."""
+    closed = []
+
+    def rebuild(name):
+        return (lambda: None), lambda: closed.append(name)
+
+    found = {}
+    plan = measure.Plan(10, 0.0, {"a": 1.0, "b": 1.0}, late=lambda: True)
+    measure.in_blocks(["a", "b"], rebuild, plan, CPU, found)
+    assert [len(s.walls) for s in found.values()] == [2, 2] and closed == ["a", "b"]
+
+
 def test_a_block_that_cannot_be_rebuilt_is_a_failure():
     found, closed = {}, []
 

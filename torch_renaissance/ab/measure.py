@@ -171,7 +171,9 @@ def in_blocks(
     what to call in the end."""
     found |= {name: plan.samples(name) for name in names}
     turns = max(2, plan.rounds // blocks)
-    for _ in range(blocks):
+    for block in range(blocks):
+        if block and plan.late():
+            break
         for name in names:
             samples = found[name]
             if samples.failed is not None:
@@ -183,7 +185,9 @@ def in_blocks(
                 continue
             try:
                 with no_garbage_collection():
-                    for _ in range(turns):
+                    for done in range(turns):
+                        if done >= 2 and plan.late():
+                            break
                         tick(name)
                         _try_turn(run, samples, device)
             finally:
