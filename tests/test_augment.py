@@ -480,6 +480,20 @@ def test_gpu_and_cpu_have_the_same_bits(recipe, n):
 
 
 @pytest.mark.cuda
+@pytest.mark.parametrize("rotates", [False, True])
+def test_gpu_and_cpu_agree_where_a_crop_misses_the_image(rotates):
+    """Nothing of it is seen then; the span of what is seen is empty."""
+    transforms = [RandomCrop(12, padding=40), *[RandomRotation(30, "bilinear")] * rotates]
+    images = noise(300, 1, 12, 12)
+    values = [
+        data.augment(images.to(d), [*transforms, ToFloat()], seed=3).cpu() for d in ("cpu", "cuda")
+    ]
+    assert torch.equal(*values)
+    empty = (values[0] == 0).flatten(1).all(1)
+    assert empty.any() and not empty.all()
+
+
+@pytest.mark.cuda
 @pytest.mark.parametrize("transform", [*GEOMETRIC, *JITTERS], ids=str)
 def test_gpu_and_cpu_agree_on_each_transform(transform):
     images = noise(50, 3, 13, 18)

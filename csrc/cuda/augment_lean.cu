@@ -39,10 +39,6 @@ struct Place {
   }
 };
 
-__device__ __forceinline__ bool holds(const Span& span, int32_t i) {
-  return static_cast<uint32_t>(i - span.first) <= static_cast<uint32_t>(span.last - span.first);
-}
-
 __device__ __forceinline__ float pixel(bool seen, int32_t at) {
   return seen ? float_of(stage[at]) : 0.0f;
 }
@@ -61,8 +57,8 @@ __device__ __forceinline__ void sample_on_black(const Map& m,
   const Bounds xs(m.frames[0].rect.x), ys(m.frames[0].rect.y);
   const float x = first.x(px, py), y = first.y(px, py);
   const Place column(xs.near(x)), row(ys.near(y));
-  const bool left = holds(m.seen.x, column.whole), right = holds(m.seen.x, column.whole + 1);
-  const bool upper = holds(m.seen.y, row.whole), lower = holds(m.seen.y, row.whole + 1);
+  const bool left = m.seen.x.holds(column.whole), right = m.seen.x.holds(column.whole + 1);
+  const bool upper = m.seen.y.holds(row.whole), lower = m.seen.y.holds(row.whole + 1);
   const int32_t at = base + row.whole * s.row + column.whole * s.column;
   float shown = xs.share(x) * ys.share(y), part = 1.0f;
   if (framed) {
@@ -95,7 +91,7 @@ __device__ __forceinline__ void make_group(const Augment& job,
       static_cast<uint32_t>(y - sample.erased[0]) < static_cast<uint32_t>(sample.erased[2]);
   const int32_t left = sample.erased[1], width = erasing ? sample.erased[3] : 0;
   const int32_t sy = m.shift.y_step * y + m.shift.y_start;
-  const bool row_seen = holds(m.seen.y, sy);
+  const bool row_seen = m.seen.y.holds(sy);
   float values[C][kGroup];
 #pragma unroll
   for (int k = 0; k < kGroup; ++k) {
@@ -106,7 +102,7 @@ __device__ __forceinline__ void make_group(const Augment& job,
       sample_on_black(m, s, base, first, second, framed, px, static_cast<float>(y), v);
     } else {
       const int32_t sx = m.shift.x_step * x + m.shift.x_start;
-      const bool seen = row_seen && holds(m.seen.x, sx);
+      const bool seen = row_seen && m.seen.x.holds(sx);
       const int32_t at = base + sy * s.row + sx * s.column;
 #pragma unroll
       for (int c = 0; c < C; ++c) {
