@@ -3,6 +3,7 @@
 
 import copy
 import re
+import sys
 
 import pytest
 import torch
@@ -285,13 +286,16 @@ def test_memory_that_a_graph_reads_outlives_other_tensors_in_the_dataset(device)
     assert found + [y.tolist() for _, y in t.steps(6)] == order and len(noise) == 8
 
 
-def test_a_graph_is_for_one_way_to_draw(device):
-    t = Training(device)
-    for name, value in (("shuffle", False), ("rank", 1), ("world_size", 2)):
-        watch = t.step._new_watch()
-        assert watch.check()
-        setattr(t.loader, name, value)
-        assert not watch.check() and name in watch.difference()
+@pytest.mark.parametrize(
+    "name",
+    "dataset device transforms batch_size drop_last shuffle seed rank world_size".split(),
+)
+def test_what_a_graph_has_for_good_is_read_only(name, device):
+    loader = Training.loader_of(20, device, 8)
+    before = getattr(loader, name)
+    with pytest.raises(AttributeError, match=name if sys.version_info >= (3, 11) else "set"):
+        setattr(loader, name, before)
+    assert getattr(loader, name) is before
 
 
 @on_the_cpu

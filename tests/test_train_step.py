@@ -795,6 +795,7 @@ def test_compile_takes_torch_compiles_arguments(compile, device):
         (None, TypeError, "compile must be a bool"),
         ("reduce-overhead", ValueError, "asks for CUDA graphs of torch.compile's"),
         ({"options": {"triton.cudagraphs": True}}, ValueError, "asks for CUDA graphs"),
+        ({"backend": "cudagraphs"}, ValueError, "asks for CUDA graphs"),
     ],
 )
 def test_compile_is_refused_in_a_sentence(compile, error, message, device):

@@ -358,10 +358,14 @@ def _compile_arguments(compile: bool | str | dict) -> dict | None:
             f"arguments, got {compile!r}"
         )
     arguments = {"mode": compile} if isinstance(compile, str) else dict(compile)
-    mode, options = arguments.get("mode"), arguments.get("options") or {}
-    if mode == "max-autotune":
+    if arguments.get("mode") == "max-autotune":
         arguments["mode"] = "max-autotune-no-cudagraphs"
-    elif mode == "reduce-overhead" or options.get("triton.cudagraphs"):
+    captures = (
+        arguments.get("mode") == "reduce-overhead"
+        or arguments.get("backend") == "cudagraphs"
+        or (arguments.get("options") or {}).get("triton.cudagraphs")
+    )
+    if captures:
         raise ValueError(
             "TrainStep: compile asks for CUDA graphs of torch.compile's, but the whole step is one "
             "already; pass compile=True"

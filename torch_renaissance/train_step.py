@@ -271,10 +271,7 @@ class TrainStep:
 
     def _new_watch(self):
         modules = _watch.all_modules(self._eager.roots())
-        found, data = _watch.look_into(self._loss_fn), self._eager.data
-        if data is not None:  # a captured draw has these as numbers
-            found.items += [(vars(data), key, "data") for key in ("shuffle", "rank", "world_size")]
-        return _watch.watch(found, modules, self._optimizer)
+        return _watch.watch(_watch.look_into(self._loss_fn), modules, self._optimizer)
 
     def _try(self, key: Key, leaves: tuple) -> tuple[Captured | None, str]:
         try:

@@ -16,6 +16,12 @@ from .dataset import DeviceDataset
 _WHO = "DeviceLoader"
 
 
+def _fixed(name: str) -> property:
+    """An argument to be read only: a captured draw has it for good, and where a training stands is
+    counted in it."""
+    return property(lambda self: getattr(self, f"_{name}"), doc=f"`{name}` as it was given.")
+
+
 class DeviceLoader:
     """Batches (x, y) of a `DeviceDataset`, each made by one kernel that picks the samples, augments
     them and copies their labels. The host does nothing but launch it, or not even that:
@@ -46,6 +52,10 @@ class DeviceLoader:
         TypeError, ValueError: for arguments that don't fit, and where an epoch would have no batch.
     """
 
+    dataset, device, transforms = map(_fixed, ("dataset", "device", "transforms"))
+    batch_size, drop_last, shuffle = map(_fixed, ("batch_size", "drop_last", "shuffle"))
+    seed, rank, world_size = map(_fixed, ("seed", "rank", "world_size"))
+
     def __init__(
         self,
         dataset: DeviceDataset,
@@ -65,18 +75,18 @@ class DeviceLoader:
                 f"{_WHO}: dataset must be a DeviceDataset, got {type(dataset).__name__}; "
                 "DeviceDataset.from_dataset(...) makes one of any map-style dataset"
             )
-        self.dataset, self.device = dataset, dataset.device
+        self._dataset, self._device = dataset, dataset.device
         # Held here, since a captured draw reads their memory whatever becomes of the dataset.
         self._images, self._labels = dataset.images, dataset.labels
-        self.batch_size = _count("batch_size", batch_size)
-        self.world_size = _count("world_size", world_size)
-        self.rank = _whole("rank", rank)
-        if not 0 <= self.rank < self.world_size:
-            raise ValueError(f"{_WHO}: rank must be from 0 to {self.world_size - 1}, got {rank}")
-        self.seed = _word("seed", seed)
-        self.shuffle, self.drop_last = bool(shuffle), bool(drop_last)
+        self._batch_size = _count("batch_size", batch_size)
+        self._world_size = _count("world_size", world_size)
+        self._rank = _whole("rank", rank)
+        if not 0 <= self._rank < self._world_size:
+            raise ValueError(f"{_WHO}: rank must be from 0 to {self._world_size - 1}, got {rank}")
+        self._seed = _word("seed", seed)
+        self._shuffle, self._drop_last = bool(shuffle), bool(drop_last)
         self._program = Program(transforms, *dataset.images.shape[1:], channels_last)
-        self.transforms = self._program.transforms
+        self._transforms = self._program.transforms
         self._subset = None if indices is None else _subset(indices, len(dataset), self.device)
         self._count = len(dataset) if self._subset is None else len(self._subset)
         if len(self) == 0:
@@ -166,7 +176,7 @@ class DeviceLoader:
                 "load it into a loader with the same batch_size and dataset"
             )
         epoch, following = (_epoch(key, state_dict[key]) for key in ("epoch", "next"))
-        self.seed = _word("seed", state_dict["seed"])
+        self._seed = _word("seed", state_dict["seed"])
         if batch == 0:
             self.epoch = epoch
         else:
