@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // The augmentations that data sets of small images usually have, without the cases that they don't
-// need: every pixel costs less than half, with the same bits (math/augment.h).
+// need: every pixel costs less than half, with the same bits (math/augment_black.h).
+#include "../math/augment_black.h"
 #include "augment.h"
-
 #include "augment_block.cuh"
 #include "augment_store.cuh"
 
@@ -11,69 +11,6 @@ namespace {
 
 constexpr int kGroup = 4;   // pixels of a row that a thread makes at a time
 constexpr int kFrames = 2;  // that a sampled pixel may have to lie in
-
-// Of a sample, in registers.
-struct Bounds {
-  float low, high;  // of the places that have a share in the frame, excluded
-
-  __device__ explicit Bounds(const Span& frame)
-      : low(static_cast<float>(frame.first - 1)), high(static_cast<float>(frame.last + 1)) {}
-
-  // coverage()
-  __device__ float share(float x) const { return __saturatef(fminf(x - low, high - x)); }
-  // bounded(), of a map that doesn't clamp
-  __device__ float near(float x) const { return fminf(fmaxf(x, low - 1.0f), high + 1.0f); }
-};
-
-// A place on the grid of pixels. Adding 2^23 + 2^22 leaves no bits for a fraction; rounded down,
-// this is floor() at a quarter of its price.
-struct Place {
-  int32_t whole;
-  float share;
-
-  __device__ explicit Place(float x) {
-    constexpr float kShift = 12582912.0f;
-    const float shifted = __fadd_rd(x, kShift);
-    whole = __float_as_int(shifted) - __float_as_int(kShift);
-    share = x - (shifted - kShift);
-  }
-};
-
-__device__ __forceinline__ float pixel(bool seen, int32_t at) {
-  return seen ? float_of(stage[at]) : 0.0f;
-}
-
-// sample_bilinear() where all that lies outside is black.
-template <int C>
-__device__ __forceinline__ void sample_on_black(const Map& m,
-                                                const Source& s,
-                                                int32_t base,
-                                                const Affine& first,
-                                                const Affine& second,
-                                                bool framed,
-                                                float px,
-                                                float py,
-                                                float (&v)[C]) {
-  const Bounds xs(m.frames[0].rect.x), ys(m.frames[0].rect.y);
-  const float x = first.x(px, py), y = first.y(px, py);
-  const Place column(xs.near(x)), row(ys.near(y));
-  const bool left = m.seen.x.holds(column.whole), right = m.seen.x.holds(column.whole + 1);
-  const bool upper = m.seen.y.holds(row.whole), lower = m.seen.y.holds(row.whole + 1);
-  const int32_t at = base + row.whole * s.row + column.whole * s.column;
-  float shown = xs.share(x) * ys.share(y), part = 1.0f;
-  if (framed) {
-    const Bounds xs2(m.frames[1].rect.x), ys2(m.frames[1].rect.y);
-    part = xs2.share(second.x(px, py)) * ys2.share(second.y(px, py));
-  }
-#pragma unroll
-  for (int c = 0; c < C; ++c) {
-    const int32_t here = at + c * s.channel;
-    const float corner[2][2] = {
-        {pixel(upper && left, here), pixel(upper && right, here + s.column)},
-        {pixel(lower && left, here + s.row), pixel(lower && right, here + s.row + s.column)}};
-    v[c] = part * (part * (shown * interpolate(corner, column.share, row.share)));
-  }
-}
 
 template <bool SAMPLED, int C>
 __device__ __forceinline__ void make_group(const Augment& job,
@@ -92,6 +29,7 @@ __device__ __forceinline__ void make_group(const Augment& job,
   const int32_t left = sample.erased[1], width = erasing ? sample.erased[3] : 0;
   const int32_t sy = m.shift.y_step * y + m.shift.y_start;
   const bool row_seen = m.seen.y.holds(sy);
+  const auto read = [base](int32_t at) { return stage[base + at]; };
   float values[C][kGroup];
 #pragma unroll
   for (int k = 0; k < kGroup; ++k) {
@@ -99,7 +37,7 @@ __device__ __forceinline__ void make_group(const Augment& job,
     float v[C];
     if constexpr (SAMPLED) {
       const auto px = static_cast<float>(x0) + static_cast<float>(k);
-      sample_on_black(m, s, base, first, second, framed, px, static_cast<float>(y), v);
+      sample_on_black(m, s, first, second, framed, px, static_cast<float>(y), read, v);
     } else {
       const int32_t sx = m.shift.x_step * x + m.shift.x_start;
       const bool seen = row_seen && m.seen.x.holds(sx);
