@@ -13,6 +13,8 @@ namespace torch_renaissance {
 struct Backend {
   void (*update)(const Update&, const at::Tensor& like) = nullptr;
   void (*norm)(const Norm&, const at::Tensor& like) = nullptr;
+  // Both in one launch: false, and nothing is done, where that can't be. May be null.
+  bool (*checked_update)(const Norm&, const Update&, const at::Tensor& like) = nullptr;
   void (*slot_norms)(const Norm&, const at::Tensor& like) = nullptr;  // of each tensor, besides
   void (*pack)(const Pack&, const at::Tensor& like) = nullptr;
   void (*write)(double* to, at::ArrayRef<double> values, const at::Tensor& like) = nullptr;

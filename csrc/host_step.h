@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // optimizer.step() on the host: check that nothing moved, gather gradients, refresh the table of
 // hyper-parameters where a value changed, one launch a device and dtype (two with clipping or a
-// loss scale, three under LARS). A call costs microseconds.
+// loss scale if the model is large, three under LARS). A call costs microseconds.
 #pragma once
 
 #include <ATen/ops/empty_strided.h>
@@ -175,10 +175,10 @@ class HostStep {
       u.ends_step = ends_step(i);
       counts_skips = false;
     }
-    if (norms) find_norm(loss_scale);
+    const bool updated = norms && find_norm(loss_scale);
     for (Launch& launch : launches_) {
       if (!launch.active) continue;
-      {
+      if (!updated) {
         std::optional<py::gil_scoped_release> release;
         if (launch.counters.is_cpu()) release.emplace();
         backend_of(launch.counters).update(launch.update, launch.counters);
@@ -372,7 +372,8 @@ class HostStep {
     }
   }
 
-  void find_norm(const std::optional<LossScale>& loss_scale) {
+  // Returns whether the update, too, is done: it is where one launch can do both.
+  bool find_norm(const std::optional<LossScale>& loss_scale) {
     const bool wide = std::any_of(launches_.begin(), launches_.end(), [](const Launch& l) {
       return l.active && l.update.dtype == ScalarType::kDouble;
     });
@@ -403,10 +404,14 @@ class HostStep {
       if (rule_ == Rule::kLars) {
         n.first_chunk = launch.first_chunk.data();
         backend.slot_norms(n, launch.counters);
+      } else if (n.first && n.last && backend.checked_update != nullptr &&
+                 backend.checked_update(n, u, launch.counters)) {
+        return true;  // all active launches of a step with a norm are on one device: this was it
       } else {
         backend.norm(n, launch.counters);
       }
     }
+    return false;
   }
 
   void put_into_planes(bool adds) {

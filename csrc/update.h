@@ -64,7 +64,7 @@ struct Segment {
   int32_t n_slots;
 };
 
-enum Counter : int { kTicket, kSkipped, kAveraged, kCounters };
+enum Counter : int { kTicket, kSkipped, kAveraged, kArrived, kCounters };
 
 // Note [Ticket]
 // Every block reads step counters that the same launch must advance. Each block takes a ticket

@@ -56,6 +56,49 @@ def test_one_kernel_for_all_groups(usual, gradients):
     assert not [name for name in names if name.startswith(("Memcpy", "Memset"))]
 
 
+def kernels_of(step) -> list[str]:
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        step()
+        torch.cuda.synchronize()
+    on_gpu = [e for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    return [e.name for e in on_gpu if "_kernel" in e.name]
+
+
+# Tensors and elements of each: one chunk; several; many slots; more chunks than fit on a device at
+# once, and more slots than the kernel that checks and updates takes, which both need two kernels.
+@each_usual
+@pytest.mark.parametrize(
+    "tensors,size,expected",
+    [(1, 5, 1), (4, 5001, 1), (100, 300, 1), (4, 3_000_000, 2), (200, 9, 2)],
+)
+def test_clipping_in_the_kernel_that_updates(usual, tensors, size, expected, gradients):
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def drawn():
+        return torch.randn(size, generator=generator, device="cuda")
+
+    values = [drawn() for _ in range(tensors)]
+    native = [nn.Parameter(v.clone()) for v in values]
+    ours = [nn.Parameter(v.clone()) for v in values]
+    torchs, optimizer = (usual.native(p, **usual.options) for p in (native, ours))
+    tr.accelerate(nn.ParameterList(ours), optimizer, max_grad_norm=0.7, gradients=gradients)
+    for step in range(4):
+        for a, b in zip(native, ours, strict=True):
+            a.grad = drawn()
+            b.grad = a.grad.clone()
+        norm = nn.utils.clip_grad_norm_(native, 0.7)
+        torchs.step()
+        if step < 3:
+            optimizer.step()
+        else:
+            names = kernels_of(optimizer.step)
+            packs = gradients == "flat"
+            assert len(names) == expected + packs, names
+        torch.testing.assert_close(optimizer.grad_norm, norm, rtol=1e-6, atol=0)
+    torch.testing.assert_close(ours, native, rtol=1e-5, atol=1e-6)
+
+
 @each_usual
 @pytest.mark.parametrize("scaled", [False, True])
 def test_no_synchronisation(usual, scaled, gradients):

@@ -23,6 +23,12 @@ struct Cuda {
     const c10::cuda::CUDAGuard guard(like.device());
     C10_CUDA_CHECK(norm_cuda(n, c10::cuda::getCurrentCUDAStream()));
   }
+  static bool checked_update(const Norm& n, const Update& u, const at::Tensor& like) {
+    const c10::cuda::CUDAGuard guard(like.device());
+    bool fits = false;
+    C10_CUDA_CHECK(checked_update_cuda(n, u, c10::cuda::getCurrentCUDAStream(), fits));
+    return fits;
+  }
   static void slot_norms(const Norm& n, const at::Tensor& like) {
     check_slots(n.n_slots);
     const c10::cuda::CUDAGuard guard(like.device());
@@ -60,6 +66,7 @@ struct Cuda {
 const bool cuda_registered = [] {
   cuda_backend = {Cuda::update,
                   Cuda::norm,
+                  Cuda::checked_update,
                   Cuda::slot_norms,
                   Cuda::pack,
                   Cuda::write,

@@ -21,6 +21,8 @@ cudaError_t update_cuda(const Update& u, cudaStream_t stream);
 cudaError_t update_with_extras_cuda(const Update& u, cudaStream_t stream);
 
 cudaError_t norm_cuda(const Norm& n, cudaStream_t stream);
+// Both. `fits`: whether one launch can do it; if not, nothing has been done.
+cudaError_t checked_update_cuda(const Norm& n, const Update& u, cudaStream_t stream, bool& fits);
 cudaError_t lars_norms_cuda(const Norm& n, cudaStream_t stream);  // two launches
 
 // In a capture: adds a node. Then, in an instantiated graph: other copies for it.

@@ -7,7 +7,7 @@
 #include "../math/chain.h"
 #include "launch.h"
 #include "reduce.cuh"
-#include "vector.cuh"
+#include "squares.cuh"
 
 namespace torch_renaissance {
 namespace {
@@ -32,55 +32,26 @@ struct NormArguments {
   } slots[SLOTS];
 };
 
-// `bad` stays 0 unless a gradient isn't finite, whatever its square does.
-template <int N, typename scalar_t, typename T>
-__device__ __forceinline__ void add_squares(const void* grad,
-                                            int i,
-                                            int flags,
-                                            T factor,
-                                            T& sum,
-                                            T& bad) {
-  const auto g = load_grad<N, scalar_t>(grad, i, flags);
-#pragma unroll
-  for (int j = 0; j < N; ++j) {
-    const T value = static_cast<T>(g.value[j]);
-    const T unscaled = value * factor;
-    sum = std::fma(unscaled, unscaled, sum);
-    bad = std::fma(value, T(0), bad);
-  }
-}
-
 template <typename scalar_t, int SLOTS>
 __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
     norm_kernel(const __grid_constant__ NormArguments<SLOTS> a) {
   using T = typename OpMath<scalar_t>::type;
-  constexpr int N = Vector<scalar_t>::kSize;
   __shared__ double shared[kThreads / 32];
   __shared__ bool last;
   const float* scale = a.grad_scale != nullptr ? a.grad_scale : a.loss_scale;
   const T factor = static_cast<T>(unscale_factor(a.control, scale));
 
-  T sum = T(0), bad = T(0);
+  Squares<T> squares;
 #pragma unroll 1
   for (int64_t c = blockIdx.x; c < a.n_chunks; c += gridDim.x) {
     int64_t block = c;
     const Segment& segment = a.segments[find_segment(a.segments, block)];
     const Chunk chunk = segment.chunks[block];
     const auto& slot = a.slots[segment.first_slot + chunk.slot];
-    if (slot.grad == nullptr) continue;
-    const auto grad =
-        static_cast<const char*>(slot.grad) + chunk.start * grad_bytes<scalar_t>(slot.flags);
-    const int vectors = (reinterpret_cast<uintptr_t>(grad) & 15) == 0 ? chunk.count / N : 0;
-#pragma unroll 2
-    for (int i = threadIdx.x; i < vectors; i += kThreads) {
-      add_squares<N, scalar_t>(grad, i, slot.flags, factor, sum, bad);
-    }
-    for (int i = vectors * N + threadIdx.x; i < chunk.count; i += kThreads) {
-      add_squares<1, scalar_t>(grad, i, slot.flags, factor, sum, bad);
-    }
+    add_chunk<kThreads, scalar_t>(slot.grad, slot.flags, chunk, factor, squares);
   }
-  double total = sum_of_block<kThreads>(sum, shared);
-  bool any_bad = __syncthreads_or(bad != T(0));
+  double total = sum_of_block<kThreads>(squares.sum, shared);
+  bool any_bad = __syncthreads_or(squares.bad != T(0));
   if (threadIdx.x == 0) {
     a.partials[blockIdx.x] = total;
     a.partials[kNormPartials + blockIdx.x] = any_bad;

@@ -8,7 +8,7 @@
 #include "../math/hyper.h"
 #include "../math/lars.h"
 #include "../math/lerp.h"
-#include "vector.cuh"
+#include "check.cuh"
 
 namespace torch_renaissance {
 
@@ -17,6 +17,7 @@ inline constexpr int kTinySlots = 16, kTinySegments = 2;  // an MLP
 // The whole description travels by value, so nothing on the host has to outlive the launch.
 template <int SLOTS, int SEGMENTS>
 struct UpdateArguments {
+  static constexpr bool kChecks = false;
   static constexpr int kSegments = SEGMENTS;
   // A small model's chunks then fit on the device all at once; large ones gain by wide blocks.
   static constexpr int kUpdateThreads = SLOTS == kTinySlots ? kThreads / 2 : kThreads;
@@ -31,9 +32,19 @@ struct UpdateArguments {
   Slot slots[SLOTS];
 };
 
+// Of a launch that does the norm pass too: see Note [Verdict].
+template <int SLOTS, int SEGMENTS>
+struct CheckedArguments : UpdateArguments<SLOTS, SEGMENTS> {
+  static constexpr bool kChecks = true;
+  Check check;
+};
+
 // Occupancy hides what a block waits for; with extras, spilled registers would cost more.
 template <typename Arguments, bool EXTRAS>
-inline constexpr int kUpdateBlocks = (EXTRAS ? 5 : 6) * kThreads / Arguments::kUpdateThreads;
+inline constexpr int kUpdateBlocks = (Arguments::kChecks ? 4
+                                      : EXTRAS           ? 5
+                                                         : 6) *
+                                     kThreads / Arguments::kUpdateThreads;
 
 // What a chunk's update does besides: see Update::control.
 template <typename scalar_t>
@@ -199,16 +210,24 @@ __global__ void __launch_bounds__(Arguments::kUpdateThreads, kUpdateBlocks<Argum
   __shared__ typename R::template Scalars<T> s;
   __shared__ Extras<scalar_t> x;
   __shared__ bool skip, last;
+  Reported reported{};
+  if constexpr (Arguments::kChecks) reported = report<THREADS, scalar_t>(a, slot, chunk);
+  Hyper h;
+  double step = 0;
   if (threadIdx.x == 0) {
-    const Hyper h = read_hyper(a.hyper + slot.row * kHyperColumns);
-    const double step = static_cast<double>(segment.steps[chunk.slot]) + 1;
+    h = read_hyper(a.hyper + slot.row * kHyperColumns);
+    step = static_cast<double>(segment.steps[chunk.slot]) + 1;
     if constexpr (!std::is_same_v<R, LarsRule>) {
       s = R::template scalars<T>(h, R::correction(h, step));
     }
+  }
+  const double* chain = a.chain;
+  if constexpr (Arguments::kChecks) chain = verdict<THREADS>(a, reported);
+  if (threadIdx.x == 0) {
     skip = a.found_inf != nullptr && *a.found_inf != 0.0f;
     int32_t averaged = 0;
     if (EXTRAS) {
-      skip = skip || (a.chain != nullptr && a.chain[kFoundInf] != 0);
+      skip = skip || (chain != nullptr && chain[kFoundInf] != 0);
       if constexpr (std::is_same_v<R, LarsRule>) {
         SlotNorms& norms = segment.norms[chunk.slot];
         const bool keeps = !skip && slot.grad != nullptr;
@@ -220,17 +239,19 @@ __global__ void __launch_bounds__(Arguments::kUpdateThreads, kUpdateBlocks<Argum
       x = {ema != nullptr ? ema + chunk.offset : nullptr,
            low != nullptr ? low + chunk.offset : nullptr,
            static_cast<T>(1.0 - a.control[kEmaDecay]),
-           static_cast<T>(a.chain != nullptr ? a.chain[kMultiplier]
-                                             : unscale_factor(a.control, nullptr)),
+           static_cast<T>(chain != nullptr ? chain[kMultiplier]
+                                           : unscale_factor(a.control, nullptr)),
            slot.flags,
            averaged == 0};
     }
-    last = !skip &&
+    last = (Arguments::kChecks || !skip) &&
            draw_ticket(a.counters + kTicket, step + averaged) == static_cast<int>(gridDim.x) - 1;
+    if (Arguments::kChecks && last) a.counters[kArrived] = 0;
   }
   __syncthreads();
   if (skip) {
     if (a.counts_skips && blockIdx.x == 0 && threadIdx.x == 0) a.counters[kSkipped] += 1;
+    if (Arguments::kChecks && last && threadIdx.x == 0) a.counters[kTicket] = 0;
     return;
   }
 
