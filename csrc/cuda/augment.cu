@@ -118,6 +118,7 @@ __global__ void __launch_bounds__(kAugmentThreads, kBlocksPerMultiprocessor)
   } else {
     make_pixels<way, C, false>(job, plan, shared, block);
   }
+  end_block(job, plan, shared, block);
 }
 
 template <Way way, int C>

@@ -13,10 +13,10 @@
 
 namespace torch_renaissance {
 
-inline constexpr int kAugmentThreads = 128, kAugmentWarps = kAugmentThreads / 32;
-inline constexpr int kMaxBlockSamples = 8;
+inline constexpr int kAugmentThreads = 256, kAugmentWarps = kAugmentThreads / 32;
+inline constexpr int kMaxBlockSamples = 16;
 inline constexpr int64_t kStageBytes = 16 << 10;  // of shared memory for the images of a block
-inline constexpr int kBlocksPerMultiprocessor = 8;
+inline constexpr int kBlocksPerMultiprocessor = 4;
 
 extern __shared__ __align__(16) uint8_t stage[];  // images of the block's samples
 
@@ -26,11 +26,13 @@ struct Plan {
   int32_t stage_stride;  // bytes; 0: images are read where they lie
   int32_t load_bytes;    // of one load into shared memory
   int32_t label_unit;    // bytes copied at once
+  bool stages_labels;
 };
 
 struct Shared {
   Cursor cursor;
-  int64_t image[kMaxBlockSamples];  // -1: out of range
+  int64_t image[kMaxBlockSamples];   // -1: out of range
+  uint64_t label[kMaxBlockSamples];  // where each has 8 bytes
   Sample sample[kMaxBlockSamples];
   Draw draws[kMaxBlockSamples][kMaxSteps];
   unsigned long long grey_units;
@@ -54,14 +56,14 @@ __device__ inline void move_cursor(Cursor* cursor, int64_t size) {
 }
 
 template <typename unit_t>
-__device__ void copy_labels(const Augment& job, const Shared& shared, int64_t first, int count) {
+__device__ void copy_labels(const Augment& job, const Shared& shared, const Block& block) {
   const auto row = static_cast<int32_t>(job.label_bytes / sizeof(unit_t));
-  for (int32_t i = threadIdx.x; i < count * row; i += kAugmentThreads) {
+  for (int32_t i = threadIdx.x; i < block.count * row; i += kAugmentThreads) {
     const int32_t sample = i / row, at = i - sample * row;
     const int64_t image = shared.image[sample];
     const auto from = reinterpret_cast<const unit_t*>(job.labels);
     // Of an image out of range: -1 or NaN.
-    reinterpret_cast<unit_t*>(job.out_labels)[(first + sample) * row + at] =
+    reinterpret_cast<unit_t*>(job.out_labels)[(block.first + sample) * row + at] =
         image < 0 ? static_cast<unit_t>(~unit_t{0}) : from[image * row + at];
   }
 }
@@ -87,10 +89,18 @@ __device__ inline void stage_images(const Augment& job,
       for (int32_t i = threadIdx.x; i < size; i += kAugmentThreads) to[i] = from[i];
     }
   }
-  __pipeline_commit();
 }
 
-// Which images, their bytes in shared memory, their labels, and what each of them draws.
+// What usual labels are: they come while pixels are made.
+__device__ inline void stage_labels(const Augment& job, Shared& shared, int count) {
+  const int i = threadIdx.x;
+  if (i < count && shared.image[i] >= 0) {
+    __pipeline_memcpy_async(shared.label + i, job.labels + 8 * shared.image[i], 8);
+  }
+}
+
+// Which images, their bytes in shared memory, and what each of them draws. Nothing waits for memory
+// or for other blocks but for the image's bytes: the rest is left to end_block.
 __device__ inline Block begin_block(const Augment& job, const Plan& plan, Shared& shared) {
   const Augmentation& a = job.augmentation;
   const int64_t first = static_cast<int64_t>(blockIdx.x / plan.parts) * plan.block_samples;
@@ -111,18 +121,12 @@ __device__ inline Block begin_block(const Augment& job, const Plan& plan, Shared
   }
   __syncthreads();
   if (plan.stage_stride) stage_images(job, plan, shared, block.count);
+  if (plan.stages_labels) stage_labels(job, shared, block.count);
+  __pipeline_commit();
   // A warp has one kind of step, and a lane one sample.
   for (int k = warp; k < a.n_steps; k += kAugmentWarps) {
     if (lane < block.count) {
       shared.draws[lane][k] = draw_step_of(a, k, shared.cursor, shared.image[lane]);
-    }
-  }
-  if (job.cursor && threadIdx.x == kAugmentThreads - 1) move_cursor(job.cursor, job.n);
-  if (job.labels && block.part == 0) {
-    if (plan.label_unit == 8) {
-      copy_labels<uint64_t>(job, shared, first, block.count);
-    } else {
-      copy_labels<uint8_t>(job, shared, first, block.count);
     }
   }
   __syncthreads();
@@ -131,7 +135,25 @@ __device__ inline Block begin_block(const Augment& job, const Plan& plan, Shared
   }
   __pipeline_wait_prior(0);
   __syncthreads();
+  if (job.cursor && threadIdx.x == kAugmentThreads - 1) move_cursor(job.cursor, job.n);
   return block;
+}
+
+__device__ inline void end_block(const Augment& job,
+                                 const Plan& plan,
+                                 const Shared& shared,
+                                 const Block& block) {
+  if (job.labels == nullptr || block.part != 0) return;
+  if (plan.stages_labels) {
+    const int i = threadIdx.x;
+    if (i >= block.count) return;
+    reinterpret_cast<uint64_t*>(job.out_labels)[block.first + i] =
+        shared.image[i] < 0 ? ~uint64_t{0} : shared.label[i];
+  } else if (plan.label_unit == 8) {
+    copy_labels<uint64_t>(job, shared, block);
+  } else {
+    copy_labels<uint8_t>(job, shared, block);
+  }
 }
 
 inline bool aligned(const void* p, int64_t size, int64_t unit) {
@@ -157,9 +179,10 @@ inline Plan plan_of(const Augment& job, int group, int multiprocessors) {
     plan.parts = std::max(1, groups / (4 * kAugmentThreads));
   plan.stage_stride = staged ? static_cast<int32_t>(stride) : 0;
   plan.load_bytes = aligned(job.images, size, 16) ? 16 : aligned(job.images, size, 4) ? 4 : 1;
-  plan.label_unit =
-      aligned(job.labels, job.label_bytes, 8) && aligned(job.out_labels, job.label_bytes, 8) ? 8
-                                                                                             : 1;
+  const bool wide =
+      aligned(job.labels, job.label_bytes, 8) && aligned(job.out_labels, job.label_bytes, 8);
+  plan.label_unit = wide ? 8 : 1;
+  plan.stages_labels = wide && job.labels != nullptr && job.label_bytes == 8;
   return plan;
 }
 

@@ -85,6 +85,7 @@ __global__ void __launch_bounds__(kAugmentThreads, kBlocksPerMultiprocessor)
                              (group - y * in_row) * kGroup);
     }
   }
+  end_block(job, plan, shared, block);
 }
 
 template <bool SAMPLED, int C>

@@ -57,9 +57,32 @@ struct Frame {
   Rect rect;
 };
 
-// A map by whole pixels: x to x_step * x + x_start, and y likewise.
+// A map by whole pixels: x to x_step * x + x_start, and y likewise; a step is 1 or -1.
 struct Shift {
   int32_t x_step, x_start, y_step, y_start;
+
+  // The shift that applies `first` before.
+  TR_HOST_DEVICE Shift after(const Shift& first) const {
+    return {x_step * first.x_step,
+            x_step * first.x_start + x_start,
+            y_step * first.y_step,
+            y_step * first.y_start + y_start};
+  }
+  TR_HOST_DEVICE Affine affine() const {
+    return {static_cast<float>(x_step),
+            0,
+            static_cast<float>(x_start),
+            0,
+            static_cast<float>(y_step),
+            static_cast<float>(y_start)};
+  }
+  // What pixels an image of height x width shows.
+  TR_HOST_DEVICE Rect image(int32_t height, int32_t width) const {
+    return {along(x_step, x_start, width), along(y_step, y_start, height)};
+  }
+  TR_HOST_DEVICE static Span along(int32_t step, int32_t start, int32_t length) {
+    return step > 0 ? Span{start, start + length - 1} : Span{start - length + 1, start};
+  }
 };
 
 struct Map {
@@ -76,23 +99,21 @@ TR_HOST_DEVICE Rect rect_of(int32_t height, int32_t width) {
   return {{0, width - 1}, {0, height - 1}};
 }
 
-// What a step does to places: from a pixel of its image, of height x width, to one before it.
-struct Move {
-  Affine map;
+// What a step by whole pixels does to places: from a pixel of its image, of height x width, to one
+// before it.
+struct WholeMove {
+  Shift map;
   int32_t height, width;
-  bool samples;  // between pixels; else `map` is a Shift
-  bool resizes;  // places beyond the border are clamped to it
   PadMode mode;
 };
 
-TR_HOST_DEVICE Move move_by(int32_t top, int32_t left, int32_t height, int32_t width) {
-  return {{1, 0, static_cast<float>(left), 0, 1, static_cast<float>(top)},
-          height,
-          width,
-          false,
-          false,
-          PadMode::kConstant};
-}
+// The same of a step that samples between pixels; `resizes`: places beyond the border are clamped
+// to it.
+struct Move {
+  Affine map;
+  int32_t height, width;
+  bool resizes;
+};
 
 // About the middle of an image. The numbers are a matrix of 2 x 2.
 TR_HOST_DEVICE Affine
@@ -107,66 +128,87 @@ resizing(int32_t height, int32_t width, int32_t to_height, int32_t to_width, boo
   const float x = static_cast<float>(width) / static_cast<float>(to_width);
   const float y = static_cast<float>(height) / static_cast<float>(to_height);
   const float half = nearest ? 0.0f : 0.5f;
-  return {{x, 0, half * x - 0.5f, 0, y, half * y - 0.5f},
-          to_height,
-          to_width,
-          true,
-          true,
-          PadMode::kConstant};
+  return {{x, 0, half * x - 0.5f, 0, y, half * y - 0.5f}, to_height, to_width, true};
 }
 
-// Of an image of height x width. RandomResizedCrop makes two, a crop and a resizing.
-TR_HOST_DEVICE Move
-move_of(const Step& step, const Draw& d, int part, int32_t height, int32_t width, bool nearest) {
-  Move move = move_by(0, 0, height, width);
+TR_HOST_DEVICE bool moves_whole_pixels(StepKind kind) { return kind <= StepKind::kVerticalFlip; }
+
+// Of an image of height x width. Also the crop of a RandomResizedCrop.
+TR_HOST_DEVICE WholeMove whole_move_of(const Step& step,
+                                       const Draw& d,
+                                       int32_t height,
+                                       int32_t width) {
   switch (step.kind) {
     case StepKind::kWindow:
-      move = move_by(step.top, step.left, step.height, step.width);
-      move.mode = step.mode;
-      break;
-    case StepKind::kHorizontalFlip:
-      if (d.integer[0]) move.map = {-1, 0, static_cast<float>(width - 1), 0, 1, 0};
-      break;
-    case StepKind::kVerticalFlip:
-      if (d.integer[0]) move.map = {1, 0, 0, 0, -1, static_cast<float>(height - 1)};
-      break;
-    case StepKind::kRotation:
-    case StepKind::kScale: {
-      const bool rotates = step.kind == StepKind::kRotation;
-      const float c = rotates ? d.real[1] : 1.0f / d.real[0], s = rotates ? d.real[2] : 0.0f;
-      move.map = about_middle(height, width, c, -s, s, c);
-      move.samples = true;
-      break;
-    }
+      return {{1, step.left, 1, step.top}, step.height, step.width, step.mode};
     case StepKind::kRandomCrop:
     case StepKind::kResizedCrop:
-    case StepKind::kResize:
-      if (step.kind != StepKind::kResize && part == 0) {
-        move = move_by(d.integer[0], d.integer[1], d.integer[2], d.integer[3]);
-      } else {
-        move = resizing(height, width, step.height, step.width, nearest);
-      }
-      break;
-    case StepKind::kColorJitter:
-    case StepKind::kErasing:
-      break;
+      return {{1, d.integer[1], 1, d.integer[0]}, d.integer[2], d.integer[3], PadMode::kConstant};
+    default: {
+      Shift map{1, 0, 1, 0};
+      if (step.kind == StepKind::kHorizontalFlip && d.integer[0]) map = {-1, width - 1, 1, 0};
+      if (step.kind == StepKind::kVerticalFlip && d.integer[0]) map = {1, 0, -1, height - 1};
+      return {map, height, width, PadMode::kConstant};
+    }
   }
-  return move;
 }
 
-// Builds the map move by move: `height` and `width` are those of the image so far.
+TR_HOST_DEVICE Move
+move_of(const Step& step, const Draw& d, int32_t height, int32_t width, bool nearest) {
+  if (step.kind == StepKind::kResizedCrop || step.kind == StepKind::kResize) {
+    return resizing(height, width, step.height, step.width, nearest);
+  }
+  const bool rotates = step.kind == StepKind::kRotation;
+  const float c = rotates ? d.real[1] : 1.0f / d.real[0], s = rotates ? d.real[2] : 0.0f;
+  return {about_middle(height, width, c, -s, s, c), height, width, false};
+}
+
+// The moves by whole pixels with which a program begins. Usually these are all, or all but a few,
+// and whole numbers in registers are much faster than frames in memory.
+struct WholeMoves {
+  Shift map;
+  int32_t height, width;  // of the image so far
+  Rect seen, content;     // as in Map
+  PadMode mode;
+
+  TR_HOST_DEVICE WholeMoves(int32_t h, int32_t w)
+      : map{1, 0, 1, 0},
+        height(h),
+        width(w),
+        seen(rect_of(h, w)),
+        content(seen),
+        mode(PadMode::kConstant) {}
+
+  TR_HOST_DEVICE void apply(const WholeMove& move) {
+    map = map.after(move.map);
+    height = move.height;
+    width = move.width;
+    const Rect frame = map.image(height, width);
+    if (move.mode == PadMode::kConstant) {
+      seen = seen.intersect(frame);
+    } else {
+      content = seen;
+      seen = frame;
+      mode = move.mode;
+    }
+  }
+};
+
+// Goes on from there: `height` and `width` are those of the image so far.
 struct MapBuilder {
   Map& m;
   int32_t height, width;
   bool sampled;  // the last frame is the image of a step that samples
 
-  TR_HOST_DEVICE MapBuilder(Map& map, int32_t h, int32_t w)
-      : m(map), height(h), width(w), sampled(false) {
-    m.frames[0] = {{1, 0, 0, 0, 1, 0}, rect_of(h, w)};
+  TR_HOST_DEVICE MapBuilder(Map& map, const WholeMoves& begun)
+      : m(map), height(begun.height), width(begun.width), sampled(false) {
+    m.frames[0] = {begun.map.affine(), begun.map.image(height, width)};
     m.n_frames = 1;
     m.clamps = false;
-    m.mode = PadMode::kConstant;
-    m.seen = m.content = rect_of(h, w);
+    m.mode = begun.mode;
+    m.seen = begun.seen;
+    m.content = begun.content;
+    m.shift = begun.map;
   }
 
   TR_HOST_DEVICE Frame& last() { return m.frames[m.n_frames - 1]; }
@@ -174,71 +216,56 @@ struct MapBuilder {
   // The frame of the image so far, in pixels of the last frame; between the two are whole pixels.
   TR_HOST_DEVICE Rect image() {
     const Affine& a = last().map;
-    return {along(a.xx, a.x0, width), along(a.yy, a.y0, height)};
-  }
-
-  TR_HOST_DEVICE static Span along(float direction, float start, int32_t length) {
-    const auto from = static_cast<int32_t>(start);
-    return direction > 0 ? Span{from, from + length - 1} : Span{from - length + 1, from};
+    return {Shift::along(a.xx > 0 ? 1 : -1, static_cast<int32_t>(a.x0), width),
+            Shift::along(a.yy > 0 ? 1 : -1, static_cast<int32_t>(a.y0), height)};
   }
 
   TR_HOST_DEVICE void apply(const Move& move) {
-    if (move.samples) before_sampling(move.resizes);
-    for (int i = 0; i < m.n_frames; ++i) m.frames[i].map = m.frames[i].map.after(move.map);
-    height = move.height;
-    width = move.width;
-    if (move.samples) {
-      m.frames[m.n_frames++] = {{1, 0, 0, 0, 1, 0}, rect_of(height, width)};
-      sampled = true;
-    } else {
-      after_shift(move.mode);
-    }
-  }
-
-  TR_HOST_DEVICE void before_sampling(bool resizes) {
-    const Rect frame = image();
     if (!sampled) {
-      m.frames[0].rect = frame;
-      m.clamps = resizes;
-    } else if (resizes && last().rect.covers(frame)) {
+      m.clamps = move.resizes;
+    } else if (move.resizes && last().rect.covers(image())) {
       --m.n_frames;  // it doesn't look beyond
     }
+    go(move.map, move.height, move.width);
+    m.frames[m.n_frames++] = {{1, 0, 0, 0, 1, 0}, rect_of(height, width)};
+    sampled = true;
   }
 
-  TR_HOST_DEVICE void after_shift(PadMode mode) {
-    const Rect frame = image();
-    if (sampled) {
-      last().rect = last().rect.intersect(frame);
-    } else if (mode == PadMode::kConstant) {
-      m.seen = m.seen.intersect(frame);
-    } else {
-      m.content = m.seen;
-      m.seen = frame;
-      m.mode = mode;
-    }
+  TR_HOST_DEVICE void apply(const WholeMove& move) {
+    go(move.map.affine(), move.height, move.width);
+    last().rect = last().rect.intersect(image());
+  }
+
+  TR_HOST_DEVICE void go(const Affine& map, int32_t to_height, int32_t to_width) {
+    for (int i = 0; i < m.n_frames; ++i) m.frames[i].map = m.frames[i].map.after(map);
+    height = to_height;
+    width = to_width;
   }
 
   TR_HOST_DEVICE void finish() {
-    const Affine& a = m.frames[0].map;
-    m.shift = {static_cast<int32_t>(a.xx),
-               static_cast<int32_t>(a.x0),
-               static_cast<int32_t>(a.yy),
-               static_cast<int32_t>(a.y0)};
-    const Rect frame = image();
-    if (!sampled) m.frames[0].rect = frame;
-    if (sampled && last().rect.covers(frame)) --m.n_frames;
+    if (sampled && last().rect.covers(image())) --m.n_frames;
   }
 };
 
 // `draws` has one entry a step.
 TR_HOST_DEVICE void build_map(Map& map, const Augmentation& a, const Draw* draws) {
-  MapBuilder builder(map, a.height, a.width);
-  int part = 0;
-  for (int i = 0; i < a.n_steps && a.steps[i].kind < StepKind::kColorJitter;) {
-    builder.apply(move_of(a.steps[i], draws[i], part, builder.height, builder.width, a.nearest));
-    const bool again = a.steps[i].kind == StepKind::kResizedCrop && part == 0;
-    part = again;
-    i += !again;
+  int i = 0;
+  WholeMoves begun(a.height, a.width);
+  for (; i < a.n_steps && moves_whole_pixels(a.steps[i].kind); ++i) {
+    begun.apply(whole_move_of(a.steps[i], draws[i], begun.height, begun.width));
+  }
+  const bool crops = i < a.n_steps && a.steps[i].kind == StepKind::kResizedCrop;
+  if (crops) begun.apply(whole_move_of(a.steps[i], draws[i], begun.height, begun.width));
+  MapBuilder builder(map, begun);
+  for (const int first = i; i < a.n_steps && a.steps[i].kind < StepKind::kColorJitter; ++i) {
+    const Step& step = a.steps[i];
+    const bool whole = moves_whole_pixels(step.kind);
+    if (whole || (step.kind == StepKind::kResizedCrop && i > first)) {
+      builder.apply(whole_move_of(step, draws[i], builder.height, builder.width));
+    }
+    if (!whole) {
+      builder.apply(move_of(step, draws[i], builder.height, builder.width, a.nearest));
+    }
   }
   builder.finish();
 }
