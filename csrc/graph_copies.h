@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // The copies around a captured step, of a batch into its static inputs and of its results into
-// tensors that keep their value: the first and the last nodes of its graph.
+// tensors that keep their value: nodes of its graph.
 #pragma once
 
 #include <ATen/ops/empty.h>
@@ -128,7 +128,7 @@ class GraphCopies {
     into_.capture(inputs_, [](const Input& i) { return i.to; });
   }
 
-  // At its end. Results that the host has are constants.
+  // Once they are there. Results that the host has are constants.
   void add_results(const py::list& results) {
     for (const auto& r : results) {
       const at::Tensor& t = unpack(r.ptr());

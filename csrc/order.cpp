@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// order, the op that tells which samples a batch consists of: its schema, checks and registration.
+// order, the op that tells which samples a batch consists of, and place_cursor_, which says where a
+// run stands: schemas, checks and registration.
 #include "order.h"
 
 #include <ATen/ops/empty.h>
@@ -42,6 +43,17 @@ Order checked_order(const char* op,
 
 namespace {
 
+void check_cursor(const char* op, const at::Tensor& cursor) {
+  TORCH_CHECK(cursor.scalar_type() == at::kLong && cursor.dim() == 1 && cursor.size(0) == 4 &&
+                  cursor.is_contiguous(),
+              op,
+              ": cursor must be a contiguous int64 vector of 4 numbers (seed, epoch, position "
+              "and 0), got ",
+              cursor.scalar_type(),
+              " of shape ",
+              cursor.sizes());
+}
+
 at::Tensor order(const at::Tensor& cursor,
                  int64_t count,
                  bool shuffle,
@@ -49,13 +61,7 @@ at::Tensor order(const at::Tensor& cursor,
                  int64_t world_size,
                  int64_t size) {
   const Order how = checked_order("order", count, shuffle, rank, world_size, size);
-  TORCH_CHECK(cursor.scalar_type() == at::kLong && cursor.dim() == 1 && cursor.size(0) == 4 &&
-                  cursor.is_contiguous(),
-              "order: cursor must be a contiguous int64 vector of 4 numbers (seed, epoch, position "
-              "and 0), got ",
-              cursor.scalar_type(),
-              " of shape ",
-              cursor.sizes());
+  check_cursor("order", cursor);
   at::Tensor out = at::empty({size}, cursor.options());
   if (size == 0 || cursor.is_meta()) return out;
   const OrderBatch b{
@@ -71,18 +77,45 @@ at::Tensor order(const at::Tensor& cursor,
   return out;
 }
 
+// The numbers travel as a kernel's arguments: the host may go on to the next ones.
+void place_cursor_(const at::Tensor& cursor, int64_t seed, int64_t epoch, int64_t position) {
+  check_cursor("place_cursor_", cursor);
+  if (cursor.is_meta()) return;
+  cursor.unsafeGetTensorImpl()->bump_version();  // no autograd kernel does it for this op
+  const auto to = static_cast<Cursor*>(cursor.data_ptr());
+  const Cursor place{seed, epoch, position, 0};
+#ifdef TR_WITH_CUDA
+  if (cursor.is_cuda()) {
+    const c10::cuda::CUDAGuard guard(cursor.device());
+    C10_CUDA_CHECK(place_cursor_cuda(to, place, c10::cuda::getCurrentCUDAStream()));
+    return;
+  }
+#endif
+  *to = place;
+}
+
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(torch_renaissance, m) {
   m.def(
       "order(Tensor cursor, int count, bool shuffle, int rank, int world_size, int size) -> "
       "Tensor");
+  m.def("place_cursor_(Tensor(a!) cursor, int seed, int epoch, int position) -> ()");
 }
 
-TORCH_LIBRARY_IMPL(torch_renaissance, CPU, m) { m.impl("order", order); }
+TORCH_LIBRARY_IMPL(torch_renaissance, CPU, m) {
+  m.impl("order", order);
+  m.impl("place_cursor_", place_cursor_);
+}
 #ifdef TR_WITH_CUDA
-TORCH_LIBRARY_IMPL(torch_renaissance, CUDA, m) { m.impl("order", order); }
+TORCH_LIBRARY_IMPL(torch_renaissance, CUDA, m) {
+  m.impl("order", order);
+  m.impl("place_cursor_", place_cursor_);
+}
 #endif
-TORCH_LIBRARY_IMPL(torch_renaissance, Meta, m) { m.impl("order", order); }
+TORCH_LIBRARY_IMPL(torch_renaissance, Meta, m) {
+  m.impl("order", order);
+  m.impl("place_cursor_", place_cursor_);
+}
 
 }  // namespace torch_renaissance

@@ -64,7 +64,14 @@ struct Segment {
   int32_t n_slots;
 };
 
-enum Counter : int { kTicket, kSkipped, kAveraged, kArrived, kCounters };
+enum Counter : int {
+  kTicket,
+  kSkipped,
+  kAveraged,
+  kRound,    // which of two counters the next Note [Verdict] counts with
+  kArrived,  // the first of them
+  kCounters = kArrived + 2,
+};
 
 // Note [Ticket]
 // Every block reads step counters that the same launch must advance. Each block takes a ticket

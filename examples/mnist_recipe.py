@@ -189,14 +189,20 @@ def train(args, console: Console) -> list[Run]:
         epochs = args.epochs if args.backend == "native" else args.native_epochs
         plan.append((train_native, args.seed, epochs))
     runs = []
-    with Progress(console=console, refresh_per_second=4) as progress:
+    # A thread of its own would hold Python up in the middle of epochs that take 25 ms.
+    with Progress(console=console, auto_refresh=False) as progress:
         for function, seed, epochs in plan:
+            shown = time.perf_counter()
             name = function.__name__.removeprefix("train_")
             task = progress.add_task(f"{name}, seed {seed}", total=epochs)
 
             def advance(run, task=task, total=epochs):
+                nonlocal shown
                 progress.advance(task)
                 done = len(run.seconds)
+                if done == total or time.perf_counter() - shown > 0.5:
+                    progress.refresh()
+                    shown = time.perf_counter()
                 if done in (1, total) or done % max(1, total // 10) == 0:
                     progress.print(
                         f"{run.backend}, seed {run.seed}, epoch {done}/{total}: "

@@ -2,14 +2,19 @@
 # A stand-in for CUDA graphs on a CPU, with their way of being wrong: a replay repeats the captured
 # operations on the memory of that time, whatever Python's objects have become since.
 
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import torch
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+import torch_renaissance as tr
 from torch_renaissance import graphs
 from torch_renaissance._captured import static_input
+from torch_renaissance._eager import Eager
+from torch_renaissance._ops import _C
+from torch_renaissance.data import DeviceLoader
 
 
 class _Recording(TorchDispatchMode):
@@ -29,6 +34,11 @@ class _Recording(TorchDispatchMode):
                 self.held.append(out)
         self.calls.append((func, refs, spec))
         return returned
+
+    def add(self, func, *tensors):
+        """What the dispatcher doesn't see: a replay calls it with what `tensors` are then."""
+        flat, spec = pytree.tree_flatten((tensors, {}))
+        self.calls.append((func, [self._ref(x) for x in flat], spec))
 
     def _ref(self, x):
         if not isinstance(x, torch.Tensor):
@@ -71,6 +81,8 @@ class Graph:
 class Pool:
     """As `graphs.Pool`."""
 
+    recording = None  # while there is one
+
     def __init__(self, device):
         self.released = 0
 
@@ -78,7 +90,7 @@ class Pool:
         return 0
 
     def capture(self, work):
-        recording = _Recording()
+        recording = Pool.recording = _Recording()
         try:
             with recording:
                 value = work()
@@ -86,8 +98,72 @@ class Pool:
             raise graphs.CaptureError(graphs.describe(error)) from None
         finally:
             recording.put_back()
+            Pool.recording = None
         return Graph(recording), value
+
+    @contextmanager
+    def branch(self):
+        """Of all orders that branches may run in, the one that a mistake doesn't survive."""
+        yield lambda work: work()
 
     def release(self, graph):
         graph._calls = SimpleNamespace(__iter__=None)  # a replay would fail
         self.released += 1
+
+
+# -- training steps --------------------------------------------------------------------------------
+
+
+class Copies:
+    """As `_C.GraphCopies`; results are overwritten by the next replay."""
+
+    def __init__(self, inputs):
+        self._inputs, self._results = inputs, []
+
+    def add_results(self, results):
+        for result in results:
+            with _disable_current_modes():
+                self._results.append(torch.empty_like(result))
+            self._results[-1].copy_(result)
+
+    def prepare(self, exec, batch):
+        for to, leaf in zip(self._inputs, batch, strict=True):
+            if to is not None:
+                to.copy_(leaf)
+        return list(self._results)
+
+
+def _update(self, prepared, eagerly=Eager._update):
+    """As `Eager._update`, whose kernels the dispatcher doesn't see."""
+    if not prepared:
+        return eagerly(self, prepared)
+    params = [p for p in self._params() if p.grad is not None]
+
+    @torch.enable_grad()
+    def update(*grads):
+        for p, grad in zip(params, grads, strict=True):
+            p.grad = grad.to(p.dtype)  # 16-bit ones are only taken in forward and backward
+        if self.accumulates:
+            self.optimizer._accumulate()
+        else:
+            self.optimizer._train_step(self.scale_parts())
+        self._forget_gradients(params)
+
+    Pool.recording.add(update, *[p.grad for p in params])
+
+
+def _zeros(self, size, empty=DeviceLoader.buffer):
+    """As `DeviceLoader.buffer`: a recording works on what it holds."""
+    found = empty(self, size)
+    found.x.zero_()
+    found.y.zero_()
+    return found
+
+
+def capture_steps(monkeypatch):
+    """Makes a TrainStep on a CPU capture, by the stand-in."""
+    monkeypatch.setattr(tr.TrainStep, "_why_not", lambda self: "")
+    monkeypatch.setattr(graphs, "Pool", Pool)
+    monkeypatch.setattr(_C, "GraphCopies", Copies)
+    monkeypatch.setattr(Eager, "_update", _update)
+    monkeypatch.setattr(DeviceLoader, "buffer", _zeros)

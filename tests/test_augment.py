@@ -546,11 +546,32 @@ def test_opcheck(recipe, n, device):
             (images, labels, indices, cursor_of(device=device), n, n, False, 1, 2, *numbers),
         ),
     ]
+    op, drawn = samples[1]
+    samples.append((ops.draw_batch_, (*op(*drawn), *drawn[:4], *drawn[5:])))
     if device == "cpu":
         samples.append((ops.augment_parameters, (indices, 1, 2, *numbers)))
     for op, arguments in samples:
         results = torch.library.opcheck(op.default, arguments)
         assert set(results.values()) == {"SUCCESS"} and len(results) == 4
+
+
+@each_device
+@each_recipe
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_draw_batch_into_given_tensors(recipe, channels_last, device):
+    transforms, channels, size = RECIPES[recipe]
+    images, labels = noise(9, channels, size, size, device), torch.arange(18, device=device)
+    program = Program(transforms, channels, size, size, channels_last=channels_last)
+    cursors = [cursor_of(device=device) for _ in range(2)]
+    drawn = [draw(images, labels.view(9, 2), cursors[0], 4, program) for _ in range(3)]
+    x, y = (torch.full_like(t, 77) for t in drawn[0])
+    assert x.stride() == drawn[0][0].stride()
+    arguments = (images, labels.view(9, 2), None, cursors[1], 9, True, 0, 1)
+    for i, (wanted, wanted_labels) in enumerate(drawn):
+        ops.draw_batch_(x, y, *arguments, program.ints, program.values)
+        assert torch.equal(x, wanted) and torch.equal(y, wanted_labels)
+        assert x._version == y._version == i + 1
+    assert torch.equal(*cursors) and cursors[1].tolist() == [3, 2, 12, 0]
 
 
 @each_device
@@ -812,6 +833,22 @@ def test_draw_batch_refuses_and_leaves_the_cursor():
         assert cursor.tolist() == [3, 2, 0, 0]
     with pytest.raises(RuntimeError, match="cursor must have 4 numbers, got 3"):
         draw(images, labels, cursor[:3], 2, program)
+    x, y = torch.zeros(2, 1, 6, 6, dtype=torch.uint8), torch.zeros(2, dtype=torch.int64)
+    for wrong, message in (
+        ((x[:, 0], y), "x must have 4 dimensions, as images, got 3"),
+        ((x[..., :5], y), r"x must be Byte of shape \[2, 1, 6, 6\] on cpu, .* 6, 5\]"),
+        ((x.mT, y), "got Byte of shape .* and strides"),
+        ((x.float(), y), "x must be Byte .* got Float"),
+        ((x.to("meta"), y), "must be on one device, got some on meta and one on cpu"),
+        ((x, y[:1]), r"y must be Long of shape \[2\] on cpu, .* got Long of shape \[1\]"),
+        ((x, y.int()), "y must be Long .* got Int"),
+        ((x, y.new_zeros(4)[::2]), r"y must be Long .* strides \[2\]"),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            ops.draw_batch_(
+                *wrong, images, labels, None, cursor, 5, True, 0, 1, program.ints, program.values
+            )
+        assert cursor.tolist() == [3, 2, 0, 0] and not x.any() and not y.any()
 
 
 def changed(numbers, **at):

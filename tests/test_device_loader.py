@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# DeviceLoader: which samples in which order, and TrainStep drawing from it by itself.
+# DeviceLoader: which samples in which order, and TrainStep drawing from it by itself (its captured
+# steps: test_draw_ahead.py).
 
 import copy
 import re

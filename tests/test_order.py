@@ -33,6 +33,20 @@ def test_opcheck(size, device):
 
 
 @each_device
+def test_a_cursor_is_placed(device):
+    cursor = torch.tensor([9, 8, 7, 6], device=device)
+    results = torch.library.opcheck(ops.place_cursor_.default, (cursor, 1, 2, 3))
+    assert set(results.values()) == {"SUCCESS"} and len(results) == 4
+    for place in ((2**63 - 1, 2**24 - 1, 5), (-(2**63), 0, 0)):
+        version = cursor._version
+        ops.place_cursor_(cursor, *place)
+        assert cursor.tolist() == [*place, 0] and cursor._version == version + 1
+    for wrong in (cursor[:3], cursor.int(), cursor.view(2, 2), torch.zeros(8).long()[::2]):
+        with pytest.raises(RuntimeError, match="place_cursor_: cursor must be a contiguous int64"):
+            ops.place_cursor_(wrong, 1, 2, 3)
+
+
+@each_device
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 15, 16, 17, 63, 64, 65, 1000, 60_000, 2**18 + 1])
 def test_an_epoch_is_a_permutation(count, device):
     for key in ({}, {"seed": 5}, {"epoch": 3}, {"seed": -1, "epoch": 2**24 - 1}):

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from . import graphs
+from ._ahead import Ahead
 from ._ops import _C
 
 _WAITING = 16  # keys that are kept until they are captured
@@ -140,6 +141,7 @@ class Captured:
     generation: int = 0  # of the optimizer's HostStep
     scale: Tensor | None = None  # of the loss, whose address the graph has
     accumulated: list[bool] = field(default_factory=list)
+    ahead: Ahead | None = None  # where it draws its batches
     replays: int = 0
     last_used: int = 0
     _nodes: dict[str, int] | None = None
@@ -150,7 +152,12 @@ class Captured:
 
     def replay(self, leaves: tuple) -> None:
         self._results = self.copies.prepare(self._exec, leaves)
-        self.graph.replay()
+        if self.ahead is None:
+            self.graph.replay()
+        else:
+            self.ahead.fill()
+            self.graph.replay()
+            self.ahead.replayed()
         self.replays += 1
 
     def results(self):
@@ -178,7 +185,7 @@ class Captured:
     def close(self, pool: graphs.Pool) -> None:
         pool.release(self.graph)
         self.key.watch.release()
-        self.copies, self._results, self.inputs = None, [], ()
+        self.copies, self._results, self.inputs, self.ahead = None, [], (), None
 
 
 @dataclass(frozen=True)

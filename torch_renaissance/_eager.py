@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from . import _watch, amp
+from ._ahead import Ahead
 from ._captured import unflatten
 from ._ops import _C
 from .data.loader import DeviceLoader
@@ -90,25 +91,38 @@ class Eager:
         loss, *rest = [t.clone() for t in outputs]
         return rebuild(loss, rest)
 
-    def captured_work(self, leaves: tuple, spec) -> tuple[list[Tensor], Callable]:
+    def captured_work(self, leaves: tuple, spec, copies, ahead: Ahead | None) -> Callable:
         """The same for a capture: nothing is executed, and the hyper-parameters are on the device
-        already. Returns static outputs."""
+        already. `copies`, a GraphCopies, gets the outputs; returns what makes a result of them.
+        With `data`, the batch is the one of `ahead`."""
         _C.renew_accumulators(self._params())
         try:
-            return self._run(leaves, spec, prepared=True)
+            return self._run(leaves, spec, copies, ahead)[1]
         finally:
             torch.clear_autocast_cache()  # casts that were captured, not made
 
-    def _run(self, leaves: tuple, spec, prepared: bool = False):
+    def _run(self, leaves: tuple, spec, copies=None, ahead: Ahead | None = None):
+        prepared = copies is not None
         params = self._params()
         had_gradients = any(p.grad is not None for p in params)
         done = False
         try:
-            with self._watching_outsiders(prepared):
+            if ahead is None:
                 batch = unflatten(leaves, spec)
-                batch = batch if self.data is None else self.data.draw(*batch)
-                outputs, rebuild = self._forward_backward(batch)
-            self._update(prepared)
+                with self._watching_outsiders(prepared):
+                    batch = batch if self.data is None else self.data.draw(*batch)
+                    outputs, rebuild = self._forward_backward(batch)
+                self._update(prepared)
+                if prepared:
+                    copies.add_results(outputs)
+            else:
+                with ahead.drawing() as batch:
+                    with self._watching_outsiders(prepared):
+                        outputs, rebuild = self._forward_backward(batch)
+                    low = self._plan.low_copies().values() if self.precision else ()
+                    copy_rest = ahead.finish(outputs, copies, params, (*params, *low))
+                    self._update(prepared)
+                copy_rest()
             done = True
         finally:
             # After a failure, half of the gradients must not be added to by the next step.

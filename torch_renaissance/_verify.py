@@ -35,8 +35,6 @@ class _State:
         parts = eager.scale_parts()
         if parts is not None:
             self.named |= {"the loss scale": parts[0], "its growth tracker": parts[1]}
-        if eager.data is not None:
-            self.named["where data stands"] = eager.data.cursor
         self.values = {name: t.clone() for name, t in self.named.items()}
         self.random = graphs.RandomState(eager.device)
         self.ema_calls, self.micro = plan.host.ema_calls, eager._micro

@@ -11,7 +11,7 @@ import traceback
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -64,12 +64,13 @@ class RandomState:
 
 
 class Pool:
-    """The memory that all graphs of one TrainStep share, and the stream they are captured on."""
+    """The memory that all graphs of one TrainStep share, and the streams they are captured on."""
 
     def __init__(self, device: torch.device):
         self.device = device
         self.handle = torch.cuda.graph_pool_handle()
         self.stream = torch.cuda.Stream(device)
+        self._side = torch.cuda.Stream(device)
         self._graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
 
     def bytes(self) -> int:
@@ -117,6 +118,26 @@ class Pool:
         current.wait_stream(self.stream)
         self._graphs.add(graph)
         return graph, value
+
+    @contextmanager
+    def branch(self) -> Iterator[Callable[[Callable[[], None]], None]]:
+        """In a capture: a branch of the graph, beside what the block captures. What it yields puts
+        work there, to begin after what was captured before; what comes after the block waits for
+        all of it."""
+        current = torch.cuda.current_stream(self.device)
+
+        def put(work: Callable[[], None]) -> None:
+            self._side.wait_stream(current)
+            with torch.cuda.stream(self._side):
+                work()
+
+        try:
+            yield put
+        except BaseException:
+            with suppress(RuntimeError):  # what failed may have ended the capture
+                current.wait_stream(self._side)
+            raise
+        current.wait_stream(self._side)
 
     def release(self, graph: torch.cuda.CUDAGraph) -> None:
         """Frees what only this graph has of the pool."""

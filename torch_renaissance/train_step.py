@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from . import _verify, _watch, graphs
+from ._ahead import Ahead
 from ._captured import Captured, Explanation, Key, Keys, flatten, levels, static_input
 from ._eager import Eager
 from ._ops import _C, build_info
@@ -53,7 +54,8 @@ class TrainStep:
             stay eager where they differ.
         strict: raise a `tr.CaptureError` instead of falling back.
         data: a `tr.data.DeviceLoader`, from which `step()` then draws its batches, epoch after
-            epoch. Drawing is part of the graph, so that nothing is copied.
+            epoch. Drawing is part of the graph: nothing is copied, and a replay draws the next
+            batch beside its own work.
 
     Raises:
         TypeError, ValueError: for arguments that don't fit, or that exclude each other.
@@ -295,13 +297,12 @@ class TrainStep:
         else:
             raise graphs.CaptureError("the optimizer's state changes from step to step")
         inputs = tuple(static_input(leaf, eager.device) for leaf in leaves)
+        ahead = None if eager.data is None else Ahead(eager.data, *leaves, self._pool)
         given = tuple(leaf if s is None else s for s, leaf in zip(inputs, leaves, strict=True))
 
         def work():
             copies = _C.GraphCopies(inputs)
-            outputs, rebuild = eager.captured_work(given, key.spec)
-            copies.add_results(outputs)
-            return copies, rebuild
+            return copies, eager.captured_work(given, key.spec, copies, ahead)
 
         try:
             graph, (copies, rebuild) = self._pool.capture(work)
@@ -315,8 +316,8 @@ class TrainStep:
             raise graphs.CaptureError(f"running it changes Python's state: {changed}")
         parts = eager.scale_parts()
         scale = parts and parts[0]
-        touched = plan.host.taking_part()
-        return Captured(key, graph, inputs, copies, rebuild, plan.host.generation, scale, touched)
+        touched, generation = plan.host.taking_part(), plan.host.generation
+        return Captured(key, graph, inputs, copies, rebuild, generation, scale, touched, ahead)
 
     # -- for the program -------------------------------------------------------------------------
 

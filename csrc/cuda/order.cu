@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The samples of one batch on CUDA: one thread a sample.
+// The samples of one batch on CUDA, one thread a sample; and the cursor, set by a launch.
 #include <algorithm>
 
 #include "order.h"
@@ -19,12 +19,19 @@ __global__ void __launch_bounds__(kOrderThreads) order_kernel(const OrderBatch b
   }
 }
 
+__global__ void place_cursor_kernel(Cursor* to, const Cursor place) { *to = place; }
+
 }  // namespace
 
 cudaError_t order_cuda(const OrderBatch& b, cudaStream_t stream) {
   if (b.size == 0) return cudaSuccess;
   const int64_t blocks = std::min(kMostOrderBlocks, (b.size + kOrderThreads - 1) / kOrderThreads);
   order_kernel<<<blocks, kOrderThreads, 0, stream>>>(b);
+  return cudaGetLastError();
+}
+
+cudaError_t place_cursor_cuda(Cursor* to, const Cursor& place, cudaStream_t stream) {
+  place_cursor_kernel<<<1, 1, 0, stream>>>(to, place);
   return cudaGetLastError();
 }
 

@@ -199,6 +199,7 @@ template <typename R, int PLANES, bool EXTRAS, typename scalar_t, typename Argum
 __global__ void __launch_bounds__(Arguments::kUpdateThreads, kUpdateBlocks<Arguments, EXTRAS>)
     update_kernel(const __grid_constant__ Arguments a) {
   constexpr int THREADS = Arguments::kUpdateThreads;
+  constexpr bool CHECKS = Arguments::kChecks;
   using T = typename OpMath<scalar_t>::type;
   constexpr int STATE = PLANES > 0 ? PLANES : 1;
 
@@ -210,24 +211,33 @@ __global__ void __launch_bounds__(Arguments::kUpdateThreads, kUpdateBlocks<Argum
   __shared__ typename R::template Scalars<T> s;
   __shared__ Extras<scalar_t> x;
   __shared__ bool skip, last;
-  Reported reported{};
-  if constexpr (Arguments::kChecks) reported = report<THREADS, scalar_t>(a, slot, chunk);
   Hyper h;
   double step = 0;
+  int32_t averaged = 0;
   if (threadIdx.x == 0) {
     h = read_hyper(a.hyper + slot.row * kHyperColumns);
     step = static_cast<double>(segment.steps[chunk.slot]) + 1;
+    if (EXTRAS) averaged = a.counters[kAveraged];
+  }
+  Before before;
+  if constexpr (CHECKS) before = report<THREADS, scalar_t>(a, slot, chunk);
+  if (threadIdx.x == 0) {
     if constexpr (!std::is_same_v<R, LarsRule>) {
       s = R::template scalars<T>(h, R::correction(h, step));
     }
   }
-  const double* chain = a.chain;
-  if constexpr (Arguments::kChecks) chain = verdict<THREADS>(a, reported);
+  Verdict found;
+  if constexpr (CHECKS) found = verdict<THREADS>(a, before);
   if (threadIdx.x == 0) {
     skip = a.found_inf != nullptr && *a.found_inf != 0.0f;
-    int32_t averaged = 0;
+    if constexpr (CHECKS) {
+      skip = skip || (found.bad && a.check.loss_scale != nullptr);
+    } else if (EXTRAS) {
+      skip = skip || (a.chain != nullptr && a.chain[kFoundInf] != 0);
+      found.multiplier =
+          a.chain != nullptr ? a.chain[kMultiplier] : unscale_factor(a.control, nullptr);
+    }
     if (EXTRAS) {
-      skip = skip || (chain != nullptr && chain[kFoundInf] != 0);
       if constexpr (std::is_same_v<R, LarsRule>) {
         SlotNorms& norms = segment.norms[chunk.slot];
         const bool keeps = !skip && slot.grad != nullptr;
@@ -235,23 +245,26 @@ __global__ void __launch_bounds__(Arguments::kUpdateThreads, kUpdateBlocks<Argum
       }
       auto ema = static_cast<scalar_t*>(segment.ema);
       auto low = static_cast<uint16_t*>(segment.low);
-      averaged = a.counters[kAveraged];
       x = {ema != nullptr ? ema + chunk.offset : nullptr,
            low != nullptr ? low + chunk.offset : nullptr,
            static_cast<T>(1.0 - a.control[kEmaDecay]),
-           static_cast<T>(chain != nullptr ? chain[kMultiplier]
-                                           : unscale_factor(a.control, nullptr)),
+           static_cast<T>(found.multiplier),
            slot.flags,
            averaged == 0};
     }
-    last = (Arguments::kChecks || !skip) &&
-           draw_ticket(a.counters + kTicket, step + averaged) == static_cast<int>(gridDim.x) - 1;
-    if (Arguments::kChecks && last) a.counters[kArrived] = 0;
+    if constexpr (!CHECKS) {
+      last = !skip &&
+             draw_ticket(a.counters + kTicket, step + averaged) == static_cast<int>(gridDim.x) - 1;
+    } else {
+      last = concludes();
+    }
   }
   __syncthreads();
   if (skip) {
     if (a.counts_skips && blockIdx.x == 0 && threadIdx.x == 0) a.counters[kSkipped] += 1;
-    if (Arguments::kChecks && last && threadIdx.x == 0) a.counters[kTicket] = 0;
+    if constexpr (CHECKS) {
+      if (last) conclude<THREADS>(a, before, found);
+    }
     return;
   }
 
@@ -275,13 +288,13 @@ __global__ void __launch_bounds__(Arguments::kUpdateThreads, kUpdateBlocks<Argum
   if (EXTRAS && slot.grad == nullptr && slot.param != nullptr && x.ema != nullptr) {
     average_chunk<THREADS>(param, x, chunk.count);
   }
-  if (last) {
-    if (threadIdx.x == 0) {
-      a.counters[kTicket] = 0;
-      if (EXTRAS && a.ends_step) a.counters[kAveraged] += 1;
-    }
-    advance_steps<R>(a);
+  if (!last) return;
+  if constexpr (CHECKS) conclude<THREADS>(a, before, found);
+  if (threadIdx.x == 0) {
+    if (!CHECKS) a.counters[kTicket] = 0;
+    if (EXTRAS && a.ends_step) a.counters[kAveraged] += 1;
   }
+  advance_steps<R>(a);
 }
 
 }  // namespace torch_renaissance

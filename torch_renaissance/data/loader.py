@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Iterator, Sequence
 
@@ -34,7 +35,8 @@ class DeviceLoader:
 
     Args:
         dataset: where its batches come from, and on which device they are. Its tensors are taken as
-            they are now: contents may change, other tensors want another loader.
+            they are now: contents may change, other tensors want another loader. A change through
+            `.data`, which torch doesn't see, may miss a batch that TrainStep has drawn already.
         batch_size: samples of a batch, of each rank.
         shuffle: a new order in each epoch, else that of the dataset.
         drop_last: leave out a last batch that would be smaller.
@@ -89,15 +91,22 @@ class DeviceLoader:
         self._transforms = self._program.transforms
         self._subset = None if indices is None else _subset(indices, len(dataset), self.device)
         self._count = len(dataset) if self._subset is None else len(self._subset)
-        if len(self) == 0:
+        of_all_ranks = self._batch_size * self._world_size
+        left_over = 0 if drop_last else of_all_ranks - 1
+        self._batches = (self._count + left_over) // of_all_ranks
+        if self._batches == 0:
             raise ValueError(
                 f"{_WHO}: {self._count} samples make no batch of {self.batch_size} on each of "
                 f"{self.world_size} rank(s); set drop_last=False or a smaller batch_size"
             )
         self._epoch = 0
-        # Of a training by TrainStep: where it stands, and whether the device knows.
-        self._running, self._batch, self._known = 0, len(self), False
+        # Of a training by TrainStep: where it stands. Its batches are numbered through all epochs,
+        # leaving out a few where it goes on elsewhere, so that a number stands for one batch.
+        self._running, self._batch, self._number = 0, len(self), 0
         self._cursor: Tensor | None = None
+        self._stands: int | None = None  # the number of what the device would draw next
+        tensors = self._images, self._labels
+        self._seen = not any(t.is_inference() for t in tensors)  # whether changes of them are
 
     @property
     def epoch(self) -> int:
@@ -111,8 +120,7 @@ class DeviceLoader:
 
     def __len__(self) -> int:
         """Batches of an epoch."""
-        of_all_ranks = self.batch_size * self.world_size
-        return (self._count if self.drop_last else self._count + of_all_ranks - 1) // of_all_ranks
+        return self._batches
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         """(x, y): fresh tensors on the device, x of shape (batch, channels, height, width)."""
@@ -129,23 +137,64 @@ class DeviceLoader:
     # -- for TrainStep, which goes from epoch to epoch by itself ---------------------------------
 
     def upcoming(self) -> int:
-        """Samples of the next batch; the device knows where to draw it, once this has returned."""
-        if self._batch == len(self):
-            self._running, self._batch, self._known = self._epoch, 0, False
+        """Samples of the next batch."""
+        if self._batch == self._batches:
+            self._running, self._batch = self._epoch, 0
             self._epoch += 1
-        if not self._known:
-            self._place(self.cursor, self._running, self._batch)
-        self._known = True
+            self._elsewhere()
         return self._size(self._batch)
 
     def draw(self, size: int) -> tuple[Tensor, Tensor]:
-        """That batch. May be captured: a replay goes on where the one before stopped."""
-        return self._draw(self.cursor, size)
+        """That batch, in fresh tensors."""
+        self._go_there()
+        self._stands = None  # until it has worked
+        batch = self._draw(self.cursor, size)
+        self._stands = self._number + 1
+        return batch
+
+    def buffer(self, size: int) -> Buffer:
+        """Memory of a graph's own for batches of that size."""
+        program, labels = self._program, self._labels
+
+        def batch() -> tuple[Tensor, Tensor]:
+            x = torch.empty(
+                (size, *program.shape),
+                dtype=program.dtype,
+                device=self.device,
+                memory_format=program.memory_format,
+            )
+            return x, labels.new_empty((size, *labels.shape[1:]))
+
+        with torch.inference_mode(False):
+            return Buffer(batch(), batch())
+
+    def fill(self, buffer: Buffer) -> None:
+        """Makes `buffer` have that batch, for which nothing is to be done where a replay has drawn
+        it ahead."""
+        if buffer.number == self._number and buffer.contents == self._contents():
+            return
+        self._go_there()
+        self._stands = buffer.number = None
+        self._draw_into(buffer.x, buffer.y)
+        self._stands, buffer.number = self._number + 1, self._number
+
+    def draw_next(self, buffer: Buffer) -> None:
+        """Draws from where the device stands, whatever that is, beside the batch in `buffer`. To be
+        captured: a replay goes on where the one before stopped."""
+        self._draw_into(*buffer.next)
+
+    def drew_ahead(self, buffer: Buffer) -> None:
+        """A replay has used what `fill` saw to, and has put what `draw_next` drew in its place.
+        Behind an epoch's last batch this is no batch; the next epoch begins elsewhere."""
+        buffer.number, buffer.contents = self._number + 1, self._contents()
+        self._stands += 1
 
     def drawn(self, certain: bool) -> None:
-        """It is used up. Not certain: the device may stand where it stood before."""
+        """It is used up. Not certain: nobody knows what the device has drawn."""
         self._batch += 1
-        self._known = certain
+        self._number += 1
+        if not certain:
+            self._elsewhere()
 
     @property
     def cursor(self) -> Tensor:
@@ -181,36 +230,78 @@ class DeviceLoader:
             self.epoch = epoch
         else:
             self._running, self._batch, self._epoch = epoch, batch, following
-        self._known = False
+        self._elsewhere()
 
     # -- the op ----------------------------------------------------------------------------------
 
     def _size(self, batch: int) -> int:
-        left = self._count - batch * self.batch_size * self.world_size
-        return min(self.batch_size, -(-left // self.world_size))
+        left = self._count - batch * self._batch_size * self._world_size
+        return min(self._batch_size, -(-left // self._world_size))
 
     def _new_cursor(self) -> Tensor:
         with torch.inference_mode(False):  # whatever mode the next batch is asked for in
             return torch.zeros(4, dtype=torch.int64, device=self.device)
 
     def _place(self, cursor: Tensor, epoch: int, batch: int) -> None:
-        for i, value in enumerate((self.seed, epoch, batch * self.batch_size)):
-            cursor[i].fill_(value)  # not by a copy from the host, which might have to wait
+        ops.place_cursor_(cursor, self.seed, epoch, batch * self.batch_size)
 
     def _draw(self, cursor: Tensor, size: int) -> tuple[Tensor, Tensor]:
-        return ops.draw_batch(
-            self._images,
-            self._labels,
-            self._subset,
-            cursor,
-            size,
+        return ops.draw_batch(*self._tensors(cursor), size, *self._numbers())
+
+    def _draw_into(self, x: Tensor, y: Tensor) -> None:
+        ops.draw_batch_(x, y, *self._tensors(self.cursor), *self._numbers())
+
+    def _tensors(self, cursor: Tensor) -> tuple[Tensor | None, ...]:
+        return self._images, self._labels, self._subset, cursor
+
+    def _numbers(self) -> tuple:
+        program = self._program
+        return (
             self._count,
             self.shuffle,
             self.rank,
             self.world_size,
-            self._program.ints,
-            self._program.values,
+            program.ints,
+            program.values,
         )
+
+    # -- what has been drawn ahead ---------------------------------------------------------------
+
+    def _elsewhere(self) -> None:
+        """Nothing that was drawn, or would be drawn next, has the number of a batch to come: a
+        replay is two ahead at most."""
+        self._number += 2
+
+    def _go_there(self) -> None:
+        if self._stands != self._number:
+            self._place(self.cursor, self._running, self._batch)
+
+    def _contents(self) -> float:
+        """Another number after every change of the dataset's contents that torch sees."""
+        if not self._seen:
+            return math.nan  # which equals nothing
+        return self._images._version + self._labels._version
+
+
+class Buffer:
+    """Memory of one batch, for a graph that reads it and draws the next one beside it.
+
+    Attributes:
+        x, y: as `DeviceLoader.draw` returns them.
+        next: the same, of the next batch.
+        number: of the batch that x and y hold; None where unknown.
+        contents: what the dataset had when it was drawn.
+    """
+
+    def __init__(self, batch: tuple[Tensor, Tensor], following: tuple[Tensor, Tensor]):
+        (self.x, self.y), self.next = batch, following
+        self.number: int | None = None
+        self.contents = math.nan
+
+    def advance(self) -> None:
+        """The next batch takes the place of this one. To be captured."""
+        for to, of in zip((self.x, self.y), self.next, strict=True):
+            to.copy_(of)
 
 
 def _whole(name: str, value: int) -> int:
