@@ -129,6 +129,9 @@ class BuildExtension(cpp_extension.BuildExtension):
         super().finalize_options()
         self.build_temp = f"build/{sys.implementation.cache_tag}-torch-{torch.__version__}"
 
+    def swig_sources(self, sources, extension):
+        return extension.sources  # in their order, which setuptools has lost: ninja goes by it
+
 
 # `license` is not in pyproject.toml since old and new setuptools want it there in different forms.
 setup(

@@ -1,14 +1,12 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// What captured steps need of torch's autograd that Python can't reach, and what other files need
-// of its heavier headers.
+// What autograd.h declares. Without pybind11, as the rest of its unit: its header alone takes
+// longer to compile than this file.
+#include "autograd.h"
+
 #include <ATen/ops/alias.h>
-#include <pybind11/pybind11.h>
 #include <torch/csrc/autograd/custom_function.h>
-#include <torch/csrc/autograd/python_variable.h>
 
 #include <type_traits>
-
-#include "python_objects.h"
 
 namespace torch_renaissance {
 namespace {
@@ -29,10 +27,6 @@ struct Low : torch::autograd::Function<Low> {
   }
 };
 
-py::object low_weight(const py::object& param, const py::object& low) {
-  return wrap(Low::apply(unpack(param.ptr()), unpack(low.ptr())));
-}
-
 // The pointer's type depends on the version of torch.
 template <typename Pointer>
 void forget_node(void (*set)(const Variable&, Pointer), const Variable& t) {
@@ -43,47 +37,22 @@ void forget_node(void (*set)(const Variable&, Pointer), const Variable& t) {
   }
 }
 
-// Whoever keeps a tensor made from a parameter (a clone, say) keeps the node that accumulates its
-// gradient, with the stream of its making; a capture on another stream can't use it. The parameter
-// gets a new node; the old one still serves who keeps it. Nodes with hooks (DDP's) stay.
-void renew_accumulators(const py::list& params) {
-  for (const auto& p : params) {
-    const at::Tensor& t = unpack(p.ptr());
-    if (!t.requires_grad() || !t.is_leaf()) continue;
-    const auto node = torch::autograd::impl::try_get_grad_accumulator(t);
-    if (node == nullptr || !node->post_hooks().empty() || !node->pre_hooks().empty()) continue;
-    forget_node(torch::autograd::impl::set_grad_accumulator, t);
-  }
-}
-
 }  // namespace
 
-const std::ptrdiff_t kTensorOffset = [] {
-  alignas(THPVariable) static char none[sizeof(THPVariable)] = {};
-  const at::Tensor& inside = THPVariable_Unpack(reinterpret_cast<THPVariable*>(none));
-  return reinterpret_cast<const char*>(&inside) - none;
-}();
+at::Tensor low_weight(const at::Tensor& param, const at::Tensor& low) {
+  return Low::apply(param, low);
+}
 
-bool is_tensor(PyObject* object) { return THPVariable_Check(object); }
+void renew_accumulator(const at::Tensor& param) {
+  if (!param.requires_grad() || !param.is_leaf()) return;
+  const auto node = torch::autograd::impl::try_get_grad_accumulator(param);
+  if (node == nullptr || !node->post_hooks().empty() || !node->pre_hooks().empty()) return;
+  forget_node(torch::autograd::impl::set_grad_accumulator, param);
+}
 
 bool may_have_hooks(const at::Tensor& tensor) {
   const auto* meta = torch::autograd::impl::get_autograd_meta(tensor);
   return meta != nullptr && !(meta->hooks_.empty() && meta->post_acc_grad_hooks_ == nullptr);
-}
-
-py::object wrap(const at::Tensor& tensor) {
-  return py::reinterpret_steal<py::object>(THPVariable_Wrap(tensor));
-}
-
-// By its type alone: isinstance() asks the object, which may run anything.
-const c10::TensorImpl* tensor_in(PyObject* o) {
-  if (!PyObject_TypeCheck(o, reinterpret_cast<PyTypeObject*>(THPVariableClass))) return nullptr;
-  return unpack(o).unsafeGetTensorImpl();
-}
-
-void bind_autograd(py::module_& m) {
-  m.def("low_weight", low_weight);
-  m.def("renew_accumulators", renew_accumulators);
 }
 
 }  // namespace torch_renaissance

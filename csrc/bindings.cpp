@@ -11,8 +11,7 @@
 
 namespace torch_renaissance {
 
-void bind_autograd(py::module_& m);  // autograd.cpp
-void bind_watch(py::module_& m);     // watch.cpp
+void bind_watch(py::module_& m);  // watch.cpp
 
 }  // namespace torch_renaissance
 
@@ -76,7 +75,12 @@ PYBIND11_MODULE(_C, m) {
       .def_property("ema_calls", &HostStep::ema_calls, &HostStep::set_ema_calls)
       .def("launched", &HostStep::launched)
       .def("unsupported", &HostStep::unsupported);
-  bind_autograd(m);
+  m.def("low_weight", [](const py::object& param, const py::object& low) {
+    return wrap(low_weight(unpack(param.ptr()), unpack(low.ptr())));
+  });
+  m.def("renew_accumulators", [](const py::list& params) {
+    for (const auto& p : params) renew_accumulator(unpack(p.ptr()));
+  });
   bind_watch(m);
   py::class_<GlobalState>(m, "GlobalState")
       .def(py::init<>())

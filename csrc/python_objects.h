@@ -8,16 +8,17 @@
 #include <optional>
 #include <string>
 
+#include "autograd.h"
+
 namespace torch_renaissance {
 namespace py = pybind11;
 
 inline PyObject* name(const char* text) { return PyUnicode_InternFromString(text); }
 
-// In autograd.cpp, as torch's header for them takes longer to compile than all that is included
-// here.
+// In python_objects.cpp, as torch's header for them takes longer to compile than all that is
+// included here.
 extern const std::ptrdiff_t kTensorOffset;  // of the at::Tensor in a Python tensor
 bool is_tensor(PyObject* object);           // as isinstance()
-bool may_have_hooks(const at::Tensor& tensor);
 py::object wrap(const at::Tensor& tensor);
 
 inline const at::Tensor& unpack(PyObject* tensor) {

@@ -44,8 +44,9 @@ class Run:
 
     @property
     def epochs_per_second(self) -> float:
-        """Of all epochs but the first, in which things are compiled, captured and started."""
-        later = self.seconds[1:] or self.seconds
+        """Of all epochs but the first two, in which the step and then the validation are compiled,
+        captured and started."""
+        later = self.seconds[2:] or self.seconds
         return len(later) / sum(later)
 
 
@@ -220,7 +221,7 @@ def report(runs: list[Run], args, console: Console) -> None:
         *("training", "epochs", "last accuracy", "best", "first epoch", "all", "epochs/s"),
         title=f"MNIST, {len(args.sets[0]):,} images, batch {args.batch}, "
         f"{args.precision or 'fp32'}, {where}",
-        caption="Each epoch is validated. The first compiles, captures and starts what it needs; "
+        caption="Each epoch is validated. The first two compile, capture and start what they need; "
         "epochs/s counts the others.",
     )
     for run in runs:

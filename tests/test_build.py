@@ -155,16 +155,45 @@ def test_units_are_parts_that_exist_and_nothing_else():
         assert all(header.endswith(unit.suffix) for header in includes(unit)), unit.name
 
 
+def parts_of(unit):
+    return {(CSRC / "units" / header).resolve() for header in includes(CSRC / "units" / unit)}
+
+
 def test_headers_that_take_long_are_included_once():
     """Each would add seconds to every file that includes it."""
-    dispatcher = {(CSRC / "units" / h).resolve() for h in includes(CSRC / "units/dispatcher.cpp")}
+    dispatcher, python = parts_of("dispatcher.cpp"), parts_of("python.cpp")
     heavy = {"torch/library.h", "ATen/core/dispatch/Dispatcher.h"}
+    of_python = {"torch/csrc/autograd/python_variable.h"}
     for file in (f for f in CSRC.rglob("*") if f.is_file()):
         headers = set(includes(file))
         long = headers & heavy | {h for h in headers if h.startswith("torch/csrc/autograd/")}
-        long -= {"torch/csrc/autograd/anomaly_mode.h"}
+        long -= {"torch/csrc/autograd/anomaly_mode.h"} | of_python
         assert not long or file in dispatcher, f"{file.name} includes {sorted(long)}"
+        assert not headers & of_python or file in python, f"{file.name} includes {of_python}"
         assert not headers & {"torch/extension.h", "ATen/ATen.h", "ATen/autocast_mode.h"}, file.name
+
+
+def reached_from(file):
+    """The file and what it includes of ours, whose directory comes before csrc/."""
+    reached, new = set(), {file}
+    while new:
+        reached |= new
+        places = [[f.parent / header, CSRC / header] for f in new for header in includes(f)]
+        found = [next((path for path in both if path.is_file()), None) for both in places]
+        new = {path.resolve() for path in found if path} - reached
+    return reached
+
+
+def test_only_the_python_unit_includes_pybind11():
+    """Its header alone takes six seconds, whether anything of it is called or not."""
+    brings_it = ("pybind11/", "torch/csrc/utils/", "torch/csrc/autograd/python_variable.h")
+    assert any(h.startswith(brings_it) for f in parts_of("python.cpp") for h in includes(f))
+    files = {f for f in CSRC.rglob("*.c*") if f.parent.name != "units"} - parts_of("python.cpp")
+    assert files
+    for file in files:
+        headers = {h for f in reached_from(file) for h in includes(f)}
+        bad = sorted(h for h in headers if h.startswith(brings_it))
+        assert not bad, f"{file.name} includes {bad}"
 
 
 def source_files():

@@ -298,6 +298,7 @@ def test_gradients_and_outputs_leave_the_batch_before_the_draw(device):
     ahead = Ahead(t.loader, size, replaying.Pool(device))
     ahead.fill()
     with ahead.drawing() as (x, y):
+        ahead.draw()
         p = nn.Parameter(torch.zeros_like(x).view(-1))
         p.grad = x.view(-1)
         outputs, values = [torch.zeros((), device=device), x[1:], y], [x.clone(), y.clone()]

@@ -118,7 +118,7 @@ class Eager:
             else:
                 with ahead.drawing() as batch:
                     with self._watching_outsiders(prepared):
-                        outputs, rebuild = self._forward_backward(batch)
+                        outputs, rebuild = self._forward_backward(batch, ahead.draw)
                     low = self._plan.low_copies().values() if self.precision else ()
                     copy_rest = ahead.finish(outputs, copies, params, (*params, *low))
                     self._update(prepared)
@@ -131,7 +131,10 @@ class Eager:
             self._low.restore_grad_dtypes()
         return outputs, rebuild
 
-    def _forward_backward(self, batch: tuple) -> tuple[list[Tensor], Callable]:
+    def _forward_backward(
+        self, batch: tuple, between: Callable[[], None] | None = None
+    ) -> tuple[list[Tensor], Callable]:
+        """`between` is called between the two."""
         for _ in range(len(self._places) + 1):
             before = self._before_trial()
             copies = self._plan.low_copies() if self.precision else {}
@@ -141,6 +144,9 @@ class Eager:
                     with self._autocast():
                         returned = self.loss_fn(*batch)
                     loss, extras = _loss_and_extras(returned)
+                    if between is not None:
+                        between()
+                        between = None  # another trial doesn't do it again
                     loss.backward(self._seed(loss))
                 self._proven = True
                 break

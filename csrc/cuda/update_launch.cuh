@@ -13,9 +13,10 @@
 
 namespace torch_renaissance {
 
-// Rare dtypes with extras have one size: it isn't worth compiling more.
+// Rare dtypes, and 16-bit ones with extras, have one size: it isn't worth compiling more.
 template <bool EXTRAS, typename scalar_t>
-inline constexpr bool kAllSizes = sizeof(scalar_t) == sizeof(float) || !EXTRAS;
+inline constexpr bool kAllSizes =
+    sizeof(scalar_t) == sizeof(float) || (!EXTRAS && sizeof(scalar_t) < sizeof(float));
 
 // The same for all kernels of a size, of which there are many: not inlined into each launch.
 template <typename Arguments>
