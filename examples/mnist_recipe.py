@@ -46,7 +46,7 @@ class Run:
     def epochs_per_second(self) -> float:
         """Of all epochs but the first two, in which the step and then the validation are compiled,
         captured and started."""
-        later = self.seconds[2:] or self.seconds
+        later = self.seconds[min(2, len(self.seconds) - 1) :]
         return len(later) / sum(later)
 
 
@@ -95,7 +95,7 @@ def train_ours(args, seed: int, epochs: int, advance) -> Run:
     model = tr.init.Recipe(tr.init.kaiming_uniform()).initialize(make_model().to(device))
     optimizer = tr.optim.AdamW(model, lr=LR, weight_decay=DECAY)  # two groups: no decay of biases
     scheduler = schedule(len(loader), epochs).attach(optimizer)
-    criterion = nn.CrossEntropyLoss(label_smoothing=SMOOTHING)
+    criterion = tr.CrossEntropyLoss(label_smoothing=SMOOTHING)
     step = tr.TrainStep(
         lambda x, y: criterion(model(x), y),
         optimizer,

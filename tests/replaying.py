@@ -104,7 +104,7 @@ class Pool:
     @contextmanager
     def branch(self):
         """Of all orders that branches may run in, the one that a mistake doesn't survive."""
-        yield lambda work: work()
+        yield lambda work, first=False: work()
 
     def release(self, graph):
         graph._calls = SimpleNamespace(__iter__=None)  # a replay would fail

@@ -17,8 +17,9 @@ class Ahead:
     """Draws from `data` into memory that one graph reads.
 
     The batch of a step is there when its replay begins. The replay draws the next one on a branch
-    of its own, beside backward, and puts it in the batch's place beside the update: by then only
-    what `loss_fn` returned and gradients may still be in that memory. So drawing takes no time.
+    of its own, beside forward and backward, and puts it in the batch's place beside the update: by
+    then only what `loss_fn` returned and gradients may still be in that memory. So drawing takes
+    next to no time.
     """
 
     def __init__(self, data: DeviceLoader, size: int, pool: graphs.Pool):
@@ -33,9 +34,9 @@ class Ahead:
             yield self._buffer.x.detach(), self._buffer.y.detach()
 
     def draw(self) -> None:
-        """In there, between forward and backward: the kernels of a loss and of the last layers, the
-        first ones of backward, leave most of a device to others; those before and after may not."""
-        self._branch(lambda: self._data.draw_next(self._buffer))
+        """In there, after forward. It may begin with the step, but its node comes after those of
+        forward, and it has the lower priority: GEMMs that fill multiprocessors go ahead."""
+        self._branch(lambda: self._data.draw_next(self._buffer), first=True)
 
     def finish(
         self, outputs: list[Tensor], copies, params: list[Tensor], written: Iterable[Tensor]

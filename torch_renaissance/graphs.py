@@ -69,7 +69,8 @@ class Pool:
     def __init__(self, device: torch.device):
         self.device = device
         self.handle = torch.cuda.graph_pool_handle()
-        self.stream = torch.cuda.Stream(device)
+        # Nodes keep the priority of their stream: the branch takes what the rest leaves it.
+        self.stream = torch.cuda.Stream(device, priority=-1)
         self._side = torch.cuda.Stream(device)
         self._graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
 
@@ -120,14 +121,15 @@ class Pool:
         return graph, value
 
     @contextmanager
-    def branch(self) -> Iterator[Callable[[Callable[[], None]], None]]:
+    def branch(self) -> Iterator[Callable[..., None]]:
         """In a capture: a branch of the graph, beside what the block captures. What it yields puts
-        work there, to begin after what was captured before; what comes after the block waits for
-        all of it."""
+        work there, to begin after what was captured before, or, `first`, after what was captured
+        before the block; what comes after the block waits for all of it."""
         current = torch.cuda.current_stream(self.device)
+        entered = current.record_event()
 
-        def put(work: Callable[[], None]) -> None:
-            self._side.wait_stream(current)
+        def put(work: Callable[[], None], first: bool = False) -> None:
+            self._side.wait_event(entered if first else current.record_event())
             with torch.cuda.stream(self._side):
                 work()
 
