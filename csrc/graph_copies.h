@@ -3,6 +3,7 @@
 // tensors that keep their value: nodes of its graph.
 #pragma once
 
+#include <ATen/ops/clone.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/from_blob.h>
@@ -141,10 +142,11 @@ class GraphCopies {
   // Before a replay of `exec`, a cudaGraphExec_t: gives it a batch and the tensors that it is to
   // fill, which are returned.
   py::list prepare(uint64_t exec, const py::tuple& batch) {
+    set_aside(batch);
     size_t node_place = 0;
-    for (const Input& input : inputs_) {
-      const at::Tensor& to = input.to;
-      const at::Tensor& from = unpack(PyTuple_GET_ITEM(batch.ptr(), input.place));
+    for (size_t i = 0; i < inputs_.size(); ++i) {
+      const at::Tensor& to = inputs_[i].to;
+      const at::Tensor& from = aside_[i].defined() ? aside_[i] : given(inputs_[i], batch);
       const bool plain = to.is_cuda() && is_plain_copy(to, from);
       if (to.is_cuda()) into_.set(node_place++, to, plain ? from : at::Tensor());
       if (plain) continue;
@@ -172,7 +174,28 @@ class GraphCopies {
     size_t place;  // in the batch
     at::Tensor to;
   };
+
+  static const at::Tensor& given(const Input& input, const py::tuple& batch) {
+    return unpack(PyTuple_GET_ITEM(batch.ptr(), input.place));
+  }
+
+  // Copies go side by side, so what lies in memory that another of them writes is copied before.
+  void set_aside(const py::tuple& batch) {
+    const at::AutoDispatchBelowADInplaceOrView guard;
+    aside_.assign(inputs_.size(), at::Tensor());
+    for (size_t i = 0; i < inputs_.size(); ++i) {
+      const at::Tensor &to = inputs_[i].to, &from = given(inputs_[i], batch);
+      if (from.const_data_ptr() == to.const_data_ptr() && same_layout(to, from)) continue;
+      const auto* memory = from.storage().unsafeGetStorageImpl();
+      const bool written = std::any_of(inputs_.begin(), inputs_.end(), [&](const Input& other) {
+        return other.to.storage().unsafeGetStorageImpl() == memory;
+      });
+      if (written) aside_[i] = from.clone();
+    }
+  }
+
   std::vector<Input> inputs_;
+  std::vector<at::Tensor> aside_;  // what set_aside() copied, for one replay
   std::vector<Stock> results_;
   CopyNodes into_, out_;
 };

@@ -227,10 +227,19 @@ def test_a_loss_that_is_not_finite():
 
     row = run([{"nan": broken(1)}]).row("nan")
     assert row.status == "differs" and "its loss is nan in step 1" in row.reason
+    assert math.isnan(row.losses[1])
     result = run(["accelerate"], loss=lambda model, x, y: loss_fn(model, x, y) * math.inf)
     assert {row.status for row in result.rows} == {"unchecked"}
     assert "loss of native eager is inf in step 0" in result.advice
     assert result.advice.startswith("Nothing is recommended")
+    assert math.isinf(result.rows[0].losses[0])
+
+    def refuse(constant):
+        raise AssertionError(f"{constant} is no JSON")
+
+    written = result.to_json()
+    json.loads(written, parse_constant=refuse)
+    assert AbResult.from_json(written).to_json() == written
 
 
 def test_dropout_draws_the_same_numbers_in_eager_kernels():

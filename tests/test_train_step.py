@@ -494,6 +494,30 @@ def test_results_that_are_kept_have_memory_of_their_own(device):
     assert first[0].tolist() == [9] * 3
 
 
+def test_a_batch_in_the_memory_of_static_inputs(device):
+    """Copies go side by side: none may read what another one writes."""
+    a, b = torch.arange(4.0), torch.arange(4.0, 8.0)  # on a GPU, copying is a node of a graph
+    copies = _C.GraphCopies((a, None, b))
+    copies.prepare(0, (b, 1, a))
+    assert a.tolist() == [4, 5, 6, 7] and b.tolist() == [0, 1, 2, 3]
+    copies.prepare(0, (a, 1, a))
+    assert a.tolist() == b.tolist() == [4, 5, 6, 7]
+    copies.prepare(0, (torch.arange(5.0)[1:], 1, b))
+    copies.prepare(0, (a[[0, 0, 1, 2]], 1, a.view(2, 2).T.reshape(-1)))
+    assert a.tolist() == [1, 1, 2, 3] and b.tolist() == [1, 3, 2, 4]
+
+
+def test_steps_whose_batch_is_their_inputs_swapped(device):
+    twins = Twins(mlp, NESTEROV, lambda m: lambda x, y: (m(x) - 0.5 * m(y)).pow(2).mean(), device)
+    x, y = noise(0, 6, 4, device=device), noise(1, 6, 4, device=device)
+    twins.run([(x, y)] * 5)
+    for _ in range(3):
+        first, second = twins.step.inputs or (x, y)
+        twins.run([(second, first)])
+    twins.check_replays(*[True] * 5)
+    twins.check()
+
+
 def test_dense_inputs_keep_their_strides(device):
     """Kernels may sum in another order for others, and a program may ask."""
     x = LAYOUTS["transposed"](noise(0, 6, 4, device=device))

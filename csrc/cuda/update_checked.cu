@@ -29,7 +29,14 @@ cudaError_t launch_checked(const Norm& n, const Update& u, cudaStream_t stream, 
   config.stream = stream;
   config.attrs = &attribute;
   config.numAttrs = 1;
-  return cudaLaunchKernelEx(&config, kernel, a);
+  const cudaError_t launched = cudaLaunchKernelEx(&config, kernel, a);
+  // A share of a device (MPS) has fewer multiprocessors than it says; some have no such launches.
+  if (launched == cudaErrorCooperativeLaunchTooLarge || launched == cudaErrorNotSupported) {
+    cudaGetLastError();
+    fits = false;
+    return cudaSuccess;
+  }
+  return launched;
 }
 
 template <typename R, int PLANES>

@@ -4,13 +4,16 @@
 from __future__ import annotations
 
 import json
+import math
 import textwrap
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
 from .measure import Times
 
 WIDTH = 100
+_NOT_FINITE = {f"float {value}": value for value in (math.nan, math.inf, -math.inf)}
 NAME = 20  # columns of a variant's name
 
 
@@ -91,14 +94,16 @@ class AbResult:
         raise KeyError(f"there is no variant {name!r}; there are {[r.name for r in self.rows]}")
 
     def to_json(self) -> str:
-        """All of it, and the advice; `AbResult.from_json` reads it back."""
+        """All of it, and the advice; `AbResult.from_json` reads it back. JSON has no numbers that
+        aren't finite: "float nan", "float inf" and "float -inf" stand for them."""
         derived = {"advice": self.advice, "repeat_percent": self.repeat_percent}
-        return json.dumps(asdict(self) | derived, indent=1, allow_nan=True)
+        return json.dumps(_each(asdict(self) | derived, _to_json), indent=1, allow_nan=False)
 
     @classmethod
     def from_json(cls, text: str) -> AbResult:
         known = {f.name for f in fields(cls)}
-        record = {k: v for k, v in json.loads(text).items() if k in known}
+        read = _each(json.loads(text), lambda value: _NOT_FINITE.get(value, value))
+        record = {k: v for k, v in read.items() if k in known}
         record["rows"] = [_row(row) for row in record["rows"]]
         return cls(**record)
 
@@ -138,6 +143,20 @@ def milliseconds(times: Times | None, spread: bool = False) -> str:
     digits = 0 if ms >= 100 else 1 if ms >= 10 else 2 if ms >= 1 else 3
     percent = 100 * times.spread / times.median if times.median else 0
     return f"{ms:,.{digits}f} ±{percent:.0f}%" if spread else f"{ms:,.{digits}f}"
+
+
+def _to_json(value: object) -> object:
+    infinite = isinstance(value, float) and not math.isfinite(value)
+    return f"float {value}" if infinite else value
+
+
+def _each(value: object, convert: Callable[[object], object]) -> object:
+    """With all that isn't a list or a dict converted."""
+    if isinstance(value, dict):
+        return {key: _each(item, convert) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_each(item, convert) for item in value]
+    return convert(value)
 
 
 def columns(result: AbResult) -> tuple[list[str], list[list[str]]]:
