@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from .._ops import ops
+from . import _loader_arguments as check
+from ._buffer import Buffer
 from ._program import Program, Transforms
 from .dataset import DeviceDataset
 
@@ -80,16 +81,16 @@ class DeviceLoader:
         self._dataset, self._device = dataset, dataset.device
         # Held here, since a captured draw reads their memory whatever becomes of the dataset.
         self._images, self._labels = dataset.images, dataset.labels
-        self._batch_size = _count("batch_size", batch_size)
-        self._world_size = _count("world_size", world_size)
-        self._rank = _whole("rank", rank)
+        self._batch_size = check.count("batch_size", batch_size)
+        self._world_size = check.count("world_size", world_size)
+        self._rank = check.whole("rank", rank)
         if not 0 <= self._rank < self._world_size:
             raise ValueError(f"{_WHO}: rank must be from 0 to {self._world_size - 1}, got {rank}")
-        self._seed = _word("seed", seed)
+        self._seed = check.word("seed", seed)
         self._shuffle, self._drop_last = bool(shuffle), bool(drop_last)
         self._program = Program(transforms, *dataset.images.shape[1:], channels_last)
         self._transforms = self._program.transforms
-        self._subset = None if indices is None else _subset(indices, len(dataset), self.device)
+        self._subset = None if indices is None else check.subset(indices, len(dataset), self.device)
         self._count = len(dataset) if self._subset is None else len(self._subset)
         of_all_ranks = self._batch_size * self._world_size
         left_over = 0 if drop_last else of_all_ranks - 1
@@ -115,7 +116,7 @@ class DeviceLoader:
 
     @epoch.setter
     def epoch(self, value: int) -> None:
-        self._epoch = _epoch("epoch", value)
+        self._epoch = check.epoch("epoch", value)
         self._batch = len(self)
 
     def __len__(self) -> int:
@@ -154,19 +155,7 @@ class DeviceLoader:
 
     def buffer(self, size: int) -> Buffer:
         """Memory of a graph's own for batches of that size."""
-        program, labels = self._program, self._labels
-
-        def batch() -> tuple[Tensor, Tensor]:
-            x = torch.empty(
-                (size, *program.shape),
-                dtype=program.dtype,
-                device=self.device,
-                memory_format=program.memory_format,
-            )
-            return x, labels.new_empty((size, *labels.shape[1:]))
-
-        with torch.inference_mode(False):
-            return Buffer(batch(), batch())
+        return Buffer(self._program, self._labels, size)
 
     def fill(self, buffer: Buffer) -> None:
         """Makes `buffer` have that batch, for which nothing is to be done where a replay has drawn
@@ -218,14 +207,14 @@ class DeviceLoader:
             TypeError, ValueError: for other numbers, and a batch that an epoch of this loader
                 doesn't have. Nothing has changed then.
         """
-        batch = _whole("batch", state_dict["batch"])
+        batch = check.whole("batch", state_dict["batch"])
         if not 0 <= batch < len(self):
             raise ValueError(
                 f"{_WHO}: the state stands at batch {batch}, but an epoch has {len(self)} here; "
                 "load it into a loader with the same batch_size and dataset"
             )
-        epoch, following = (_epoch(key, state_dict[key]) for key in ("epoch", "next"))
-        self._seed = _word("seed", state_dict["seed"])
+        epoch, following = (check.epoch(key, state_dict[key]) for key in ("epoch", "next"))
+        self._seed = check.word("seed", state_dict["seed"])
         if batch == 0:
             self.epoch = epoch
         else:
@@ -281,69 +270,3 @@ class DeviceLoader:
         if not self._seen:
             return math.nan  # which equals nothing
         return self._images._version + self._labels._version
-
-
-class Buffer:
-    """Memory of one batch, for a graph that reads it and draws the next one beside it.
-
-    Attributes:
-        x, y: as `DeviceLoader.draw` returns them.
-        next: the same, of the next batch.
-        number: of the batch that x and y hold; None where unknown.
-        contents: what the dataset had when it was drawn.
-    """
-
-    def __init__(self, batch: tuple[Tensor, Tensor], following: tuple[Tensor, Tensor]):
-        (self.x, self.y), self.next = batch, following
-        self.number: int | None = None
-        self.contents = math.nan
-
-    def advance(self) -> None:
-        """The next batch takes the place of this one. To be captured."""
-        for to, of in zip((self.x, self.y), self.next, strict=True):
-            to.copy_(of)
-
-
-def _whole(name: str, value: int) -> int:
-    try:
-        return operator.index(value)
-    except TypeError:
-        raise TypeError(f"{_WHO}: {name} must be an int, got {value!r}") from None
-
-
-def _count(name: str, value: int) -> int:
-    value = _whole(name, value)
-    if value < 1:
-        raise ValueError(f"{_WHO}: {name} must be at least 1, got {value}")
-    return value
-
-
-def _word(name: str, value: int) -> int:
-    value = _whole(name, value)
-    if not -(2**63) <= value < 2**63:
-        raise ValueError(f"{_WHO}: {name} must fit in 64 bits with a sign, got {value}")
-    return value
-
-
-def _epoch(name: str, value: int) -> int:
-    value = _whole(name, value)
-    if not 0 <= value < 2**24:  # what the stream of a random number has room for
-        raise ValueError(f"{_WHO}: {name} must be from 0 to 2**24 - 1, got {value}")
-    return value
-
-
-def _subset(indices: Tensor | Sequence[int], n: int, device: torch.device) -> Tensor:
-    found = torch.as_tensor(indices)
-    found = found if found.numel() else found.long()  # an empty list has no dtype
-    if found.dim() != 1 or found.is_floating_point() or found.dtype == torch.bool:
-        raise ValueError(
-            f"{_WHO}: indices must be ints of shape (n,), got {str(found.dtype)[6:]} of shape "
-            f"{list(found.shape)}"
-        )
-    found = found.to("cpu", torch.int64)
-    outside = found[(found < 0) | (found >= n)]
-    if len(outside):
-        raise ValueError(
-            f"{_WHO}: index {int(outside[0])} is not in the dataset, which has {n} samples"
-        )
-    return found.to(device)
