@@ -88,14 +88,15 @@ __device__ Verdict verdict(const Arguments& a, const Before& before) {
     do arrived = acquire(before.arrived);
     while (arrived % kBadBlock != static_cast<int>(gridDim.x));
   }
-  Verdict found{before.unscale, arrived >= kBadBlock};
-  if (a.grad_scale != nullptr) found.multiplier = 1.0 / a.control[kMicroBatches];
+  double norm = 0;
   if (!isinf(before.max_norm)) {
     __syncthreads();
-    const double norm = std::sqrt(sum_of_reports<THREADS>(a.check.partials));
-    found.multiplier *= clip_coefficient<float>(before.max_norm, norm);
+    norm = std::sqrt(sum_of_reports<THREADS>(a.check.partials));
   }
-  return found;
+  // By GradScaler's scale the update divides itself.
+  const double unscale =
+      a.grad_scale != nullptr ? unscale_factor(a.control, nullptr) : before.unscale;
+  return {multiplier_of(unscale, before.max_norm, norm, false), arrived >= kBadBlock};
 }
 
 // By the block that concludes(), when its update is done.

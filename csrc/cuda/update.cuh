@@ -231,7 +231,7 @@ __global__ void __launch_bounds__(Arguments::kUpdateThreads, kUpdateBlocks<Argum
   if (threadIdx.x == 0) {
     skip = a.found_inf != nullptr && *a.found_inf != 0.0f;
     if constexpr (CHECKS) {
-      skip = skip || (found.bad && a.check.loss_scale != nullptr);
+      skip = skip || skips(!found.bad, a.check.loss_scale);
     } else if (EXTRAS) {
       skip = skip || (a.chain != nullptr && a.chain[kFoundInf] != 0);
       found.multiplier =

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // Norm and update in one cooperative launch, for what small models usually do: float32 weights,
 // SGD or Adam without amsgrad.
+#include <algorithm>
+
 #include "update_launch.cuh"
 
 namespace torch_renaissance {

@@ -63,6 +63,17 @@ TR_HOST_DEVICE double clip_coefficient(double max_norm, double norm) {
   return coefficient > T(1) ? T(1) : coefficient;  // NaN stays
 }
 
+// Of every gradient, of which `unscale` is the part that doesn't depend on their norm.
+TR_HOST_DEVICE double multiplier_of(double unscale, double max_norm, double norm, bool wide) {
+  return unscale * (wide ? clip_coefficient<double>(max_norm, norm)
+                         : clip_coefficient<float>(max_norm, norm));
+}
+
+// Clipping alone lets what isn't finite through, as torch's does.
+TR_HOST_DEVICE bool skips(bool finite, const float* loss_scale) {
+  return loss_scale != nullptr && !finite;
+}
+
 // Turns the sums over all gradients into what the update needs. `loss_scale` is ours and may be
 // null; by GradScaler's the update divides itself. `wide`: norms are float64.
 TR_HOST_DEVICE void finish_chain(const double* control,
@@ -72,11 +83,10 @@ TR_HOST_DEVICE void finish_chain(const double* control,
                                  float* loss_scale,
                                  int32_t* growth_tracker,
                                  double* chain) {
-  const double norm = std::sqrt(sum_of_squares), max_norm = control[kMaxNorm];
-  const double coefficient =
-      wide ? clip_coefficient<double>(max_norm, norm) : clip_coefficient<float>(max_norm, norm);
-  const bool found_inf = loss_scale != nullptr && !finite;
-  chain[kMultiplier] = unscale_factor(control, loss_scale) * coefficient;
+  const double norm = std::sqrt(sum_of_squares);
+  const bool found_inf = skips(finite, loss_scale);
+  chain[kMultiplier] =
+      multiplier_of(unscale_factor(control, loss_scale), control[kMaxNorm], norm, wide);
   chain[kFoundInf] = found_inf;
   chain[kGradNorm] = wide ? norm : static_cast<float>(norm);
   if (loss_scale != nullptr) update_loss_scale(control, found_inf, loss_scale, growth_tracker);
