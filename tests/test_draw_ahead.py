@@ -385,6 +385,23 @@ def test_a_failed_capture_leaves_no_trace(fails, device, monkeypatch):
     assert left == [0]
 
 
+def test_a_step_that_changes_the_dataset_stays_eager(device):
+    """A replay draws the next batch beside what would change it."""
+
+    def training(**options):
+        t = Training(device, **options)
+        t.extras = lambda x, y, logits: t.loader.dataset.labels.add_(1).remainder_(10)[:3]
+        return t
+
+    t, eager = training(), training(warmup=NEVER)
+    with pytest.warns(UserWarning, match="loss_fn changes the dataset that data= draws from"):
+        t.steps(8)
+    eager.steps(8)
+    assert not t.replays and len({tuple(seen[1].tolist()) for seen in t.seen}) > 1
+    for got, expected in zip(t.seen, eager.seen, strict=True):
+        assert all(map(torch.equal, got[:2] + got[-1:], expected[:2] + expected[-1:]))
+
+
 def test_a_failed_update_in_a_capture(device, monkeypatch):
     """While the draw is on its branch."""
     from torch_renaissance._eager import Eager

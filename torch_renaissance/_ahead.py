@@ -30,6 +30,7 @@ class Ahead:
     def drawing(self) -> Iterator[tuple[Tensor, Tensor]]:
         """In a capture, around all of a step. Yields what a captured forward reads: tensors of its
         own, which it may ask for a gradient."""
+        self._contents = self._data.contents()
         with self._pool.branch() as self._branch:
             yield self._buffer.x.detach(), self._buffer.y.detach()
 
@@ -47,7 +48,12 @@ class Ahead:
         A loss that comes alone is copied on the branch too. It lies in memory of the graph, unless
         it is one of the tensors that the update has `written`. Extras may be any of them, and are
         copied after the update, as in an eager step.
+
+        Raises:
+            CaptureError: if the step changes the dataset, which the draw beside it reads.
         """
+        if self._data.contents() > self._contents:
+            raise graphs.CaptureError("loss_fn changes the dataset that data= draws from")
         batch = _memory((self._buffer.x, self._buffer.y))
         for p in params:
             if p.grad is not None and _memory((p.grad,)) & batch:

@@ -160,7 +160,7 @@ class DeviceLoader:
     def fill(self, buffer: Buffer) -> None:
         """Makes `buffer` have that batch, for which nothing is to be done where a replay has drawn
         it ahead."""
-        if buffer.number == self._number and buffer.contents == self._contents():
+        if buffer.number == self._number and buffer.contents == self.contents():
             return
         self._go_there()
         self._stands = buffer.number = None
@@ -175,8 +175,14 @@ class DeviceLoader:
     def drew_ahead(self, buffer: Buffer) -> None:
         """A replay has used what `fill` saw to, and has put what `draw_next` drew in its place.
         Behind an epoch's last batch this is no batch; the next epoch begins elsewhere."""
-        buffer.number, buffer.contents = self._number + 1, self._contents()
+        buffer.number, buffer.contents = self._number + 1, self.contents()
         self._stands += 1
+
+    def contents(self) -> float:
+        """Another number after every change of the dataset's contents that torch sees."""
+        if not self._seen:
+            return math.nan  # which equals nothing
+        return self._images._version + self._labels._version
 
     def drawn(self, certain: bool) -> None:
         """It is used up. Not certain: nobody knows what the device has drawn."""
@@ -264,9 +270,3 @@ class DeviceLoader:
     def _go_there(self) -> None:
         if self._stands != self._number:
             self._place(self.cursor, self._running, self._batch)
-
-    def _contents(self) -> float:
-        """Another number after every change of the dataset's contents that torch sees."""
-        if not self._seen:
-            return math.nan  # which equals nothing
-        return self._images._version + self._labels._version
