@@ -6,6 +6,7 @@
 #include "../cpu/backend.cpp"
 #include "../cross_entropy.cpp"
 #include "../cross_entropy_autograd.cpp"
+#include "../draw_batch.cpp"
 #include "../init.cpp"
 #include "../ops.cpp"
 #include "../order.cpp"
