@@ -295,14 +295,15 @@ def test_gradients_and_outputs_leave_the_batch_before_the_draw(device):
     """As the next batch finds them, without a capture."""
     t = Training(device)
     size = t.loader.upcoming()
-    ahead = Ahead(t.loader, size, replaying.Pool(device))
+    ahead = Ahead(t.loader, size)
     ahead.fill()
-    with ahead.drawing() as (x, y):
+    with replaying.Pool(device).branch() as beside:
+        x, y = ahead.begin(beside)
         ahead.draw()
         p = nn.Parameter(torch.zeros_like(x).view(-1))
         p.grad = x.view(-1)
         outputs, values = [torch.zeros((), device=device), x[1:], y], [x.clone(), y.clone()]
-        ahead.finish(outputs, replaying.Copies(()), [p], [p])
+        ahead.advance(outputs, [p])
         assert torch.equal(p.grad, values[0].view(-1))
         assert torch.equal(outputs[1], values[0][1:]) and torch.equal(outputs[2], values[1])
     assert not torch.equal(x, values[0]), "the next one took its place"

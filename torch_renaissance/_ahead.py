@@ -3,8 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -22,54 +21,42 @@ class Ahead:
     next to no time.
     """
 
-    def __init__(self, data: DeviceLoader, size: int, pool: graphs.Pool):
-        self._data, self._pool = data, pool
+    def __init__(self, data: DeviceLoader, size: int):
+        self._data = data
         self._buffer = data.buffer(size)
 
-    @contextmanager
-    def drawing(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """In a capture, around all of a step. Yields what a captured forward reads: tensors of its
-        own, which it may ask for a gradient."""
-        self._contents = self._data.contents()
-        with self._pool.branch() as self._branch:
-            yield self._buffer.x.detach(), self._buffer.y.detach()
+    def begin(self, beside: Callable[..., None]) -> tuple[Tensor, Tensor]:
+        """In a capture, before all else of a step; `beside` puts work on the branch. Returns what a
+        captured forward reads: tensors of its own, which it may ask for a gradient."""
+        self._beside, self._contents = beside, self._data.contents()
+        return self._buffer.x.detach(), self._buffer.y.detach()
 
     def draw(self) -> None:
         """In there, after forward. It may begin with the step, but its node comes after those of
         forward, and it has the lower priority: GEMMs that fill multiprocessors go ahead."""
-        self._branch(lambda: self._data.draw_next(self._buffer), first=True)
+        self._beside(lambda: self._data.draw_next(self._buffer), first=True)
 
-    def finish(
-        self, outputs: list[Tensor], copies, params: list[Tensor], written: Iterable[Tensor]
-    ) -> Callable[[], None]:
-        """In there, between backward and update: the next batch takes the place of this one. Has
-        `copies` copy the `outputs` of the step; what it returns is to be called after the update.
-
-        A loss that comes alone is copied on the branch too. It lies in memory of the graph, unless
-        it is one of the tensors that the update has `written`. Extras may be any of them, and are
-        copied after the update, as in an eager step.
+    def advance(self, outputs: list[Tensor], params: list[Tensor]) -> None:
+        """In there, between backward and update: the next batch takes the place of this one, which
+        `outputs` of the step and gradients leave.
 
         Raises:
             CaptureError: if the step changes the dataset, which the draw beside it reads.
         """
         if self._data.contents() > self._contents:
             raise graphs.CaptureError("loss_fn changes the dataset that data= draws from")
-        batch = _memory((self._buffer.x, self._buffer.y))
+        batch = memory((self._buffer.x, self._buffer.y))
         for p in params:
-            if p.grad is not None and _memory((p.grad,)) & batch:
+            if p.grad is not None and memory((p.grad,)) & batch:
                 p.grad = p.grad.clone()
-        alone = len(outputs) == 1 and not _memory(outputs) & _memory(written)
 
         def aside() -> None:
             for i, t in enumerate(outputs):
-                if _memory((t,)) & batch:
+                if memory((t,)) & batch:
                     outputs[i] = t.clone()
-            if alone:
-                copies.add_results(outputs)
             self._buffer.advance()
 
-        self._branch(aside)
-        return (lambda: None) if alone else (lambda: copies.add_results(outputs))
+        self._beside(aside)
 
     # -- around a replay -------------------------------------------------------------------------
 
@@ -82,7 +69,7 @@ class Ahead:
         self._data.drew_ahead(self._buffer)
 
 
-def _memory(tensors: Iterable[Tensor]) -> set[int]:
+def memory(tensors: Iterable[Tensor]) -> set[int]:
     """Where the storages of `tensors` begin; views have that of their base."""
     strided = (t for t in tensors if t.layout == torch.strided)
     return {t.untyped_storage().data_ptr() for t in strided}

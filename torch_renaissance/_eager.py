@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from . import _watch, amp
-from ._ahead import Ahead
+from ._ahead import Ahead, memory
 from ._captured import unflatten
 from ._ops import _C
 from .data.loader import DeviceLoader
-from .graphs import CaptureError, RandomState
+from .graphs import CaptureError, Pool, RandomState
 
 
 class Eager:
@@ -91,42 +91,49 @@ class Eager:
         loss, *rest = [t.clone() for t in outputs]
         return rebuild(loss, rest)
 
-    def captured_work(self, leaves: tuple, spec, copies, ahead: Ahead | None) -> Callable:
-        """The same for a capture: nothing is executed, and the hyper-parameters are on the device
-        already. `copies`, a GraphCopies, gets the outputs; returns what makes a result of them.
-        With `data`, the batch is the one of `ahead`."""
-        _C.renew_accumulators(self._params())
+    def captured_work(
+        self, leaves: tuple, spec, copies, pool: Pool, ahead: Ahead | None
+    ) -> Callable:
+        """The same for a capture in `pool`: nothing is executed, and the hyper-parameters are on
+        the device already. `copies`, a GraphCopies, gets the outputs; returns what makes a result
+        of them. With `data`, the batch is the one of `ahead`."""
+        params = self._params()
+        _C.renew_accumulators(params)
         try:
-            return self._run(leaves, spec, copies, ahead)[1]
+            with pool.branch() as beside:
+                batch = unflatten(leaves, spec) if ahead is None else ahead.begin(beside)
+                with self._watching_outsiders():
+                    outputs, rebuild = self._forward_backward(batch, ahead and ahead.draw)
+                if ahead is not None:
+                    ahead.advance(outputs, params)
+                low = self._plan.low_copies().values() if self.precision else ()
+                # A loss that comes alone is copied beside the update, unless that writes it. Extras
+                # may be anything, and are copied after the update, as in an eager step.
+                alone = len(outputs) == 1 and not memory(outputs) & memory((*params, *low))
+                if alone:
+                    beside(lambda: copies.add_results(outputs))
+                self._update(True)
+            if not alone:
+                copies.add_results(outputs)
         finally:
+            self._forget_gradients(params)
+            self._low.restore_grad_dtypes()
             torch.clear_autocast_cache()  # casts that were captured, not made
+        return rebuild
 
-    def _run(self, leaves: tuple, spec, copies=None, ahead: Ahead | None = None):
-        prepared = copies is not None
+    def _run(self, leaves: tuple, spec) -> tuple[list[Tensor], Callable]:
         params = self._params()
         had_gradients = any(p.grad is not None for p in params)
         done = False
         try:
-            if ahead is None:
-                batch = unflatten(leaves, spec)
-                with self._watching_outsiders(prepared):
-                    batch = batch if self.data is None else self.data.draw(*batch)
-                    outputs, rebuild = self._forward_backward(batch)
-                self._update(prepared)
-                if prepared:
-                    copies.add_results(outputs)
-            else:
-                with ahead.drawing() as batch:
-                    with self._watching_outsiders(prepared):
-                        outputs, rebuild = self._forward_backward(batch, ahead.draw)
-                    low = self._plan.low_copies().values() if self.precision else ()
-                    copy_rest = ahead.finish(outputs, copies, params, (*params, *low))
-                    self._update(prepared)
-                copy_rest()
+            batch = unflatten(leaves, spec)
+            batch = batch if self.data is None else self.data.draw(*batch)
+            outputs, rebuild = self._forward_backward(batch)
+            self._update(False)
             done = True
         finally:
             # After a failure, half of the gradients must not be added to by the next step.
-            if prepared or not (done or had_gradients):
+            if not (done or had_gradients):
                 self._forget_gradients(params)
             self._low.restore_grad_dtypes()
         return outputs, rebuild
@@ -251,8 +258,8 @@ class Eager:
         return {p: name for p, name in named.items() if p not in known}
 
     @contextmanager
-    def _watching_outsiders(self, prepared: bool) -> Iterator[None]:
-        outsiders = self._outsiders() if prepared else {}
+    def _watching_outsiders(self) -> Iterator[None]:
+        outsiders = self._outsiders()
         gradients = {p: p.grad for p in outsiders}
         self._forget_gradients(list(outsiders))
         try:

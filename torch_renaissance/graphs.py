@@ -127,9 +127,12 @@ class Pool:
         before the block; what comes after the block waits for all of it."""
         current = torch.cuda.current_stream(self.device)
         entered = current.record_event()
+        begun = False  # until then the side stream isn't part of the capture
 
         def put(work: Callable[[], None], first: bool = False) -> None:
+            nonlocal begun
             self._side.wait_event(entered if first else current.record_event())
+            begun = True
             with torch.cuda.stream(self._side):
                 work()
 
@@ -137,9 +140,11 @@ class Pool:
             yield put
         except BaseException:
             with suppress(RuntimeError):  # what failed may have ended the capture
-                current.wait_stream(self._side)
+                if begun:
+                    current.wait_stream(self._side)
             raise
-        current.wait_stream(self._side)
+        if begun:
+            current.wait_stream(self._side)
 
     def release(self, graph: torch.cuda.CUDAGraph) -> None:
         """Frees what only this graph has of the pool."""

@@ -297,12 +297,12 @@ class TrainStep:
         else:
             raise graphs.CaptureError("the optimizer's state changes from step to step")
         inputs = tuple(static_input(leaf, eager.device) for leaf in leaves)
-        ahead = None if eager.data is None else Ahead(eager.data, *leaves, self._pool)
+        ahead = None if eager.data is None else Ahead(eager.data, *leaves)
         given = tuple(leaf if s is None else s for s, leaf in zip(inputs, leaves, strict=True))
 
         def work():
             copies = _C.GraphCopies(inputs)
-            return copies, eager.captured_work(given, key.spec, copies, ahead)
+            return copies, eager.captured_work(given, key.spec, copies, self._pool, ahead)
 
         try:
             graph, (copies, rebuild) = self._pool.capture(work)
