@@ -37,6 +37,41 @@ class Evaluation:
         return ", ".join([*parts, f"{self.samples:,} samples"])
 
 
+class Submitted:
+    """An evaluation that the device may still be at; see `Evaluator.submit`."""
+
+    def __init__(
+        self, values: Tensor, topk: tuple[int, ...], event: torch.cuda.Event | None = None
+    ):
+        self._values, self._topk = values, topk
+        self.event = event  # recorded when `values` are there; None: they are
+
+    def done(self) -> bool:
+        """Whether `result` needn't wait."""
+        return self.event is None or self.event.query()
+
+    def result(self) -> Evaluation:
+        """The evaluation, the same at each call. Waits for the device.
+
+        Raises:
+            ValueError: where there were no samples.
+            IndexError: for labels that are neither a class nor ignored.
+        """
+        if self.event is not None:
+            self.event.synchronize()
+        samples, bad, *correct = self._values[1:].tolist()
+        if bad:
+            raise IndexError(
+                f"Evaluator: {bad:,} of {samples:,} labels are no class of the model's "
+                "output, i.e. not in [0, C); an ignore_index of the loss_fn leaves a label out"
+            )
+        if not samples:
+            raise ValueError("Evaluator: there are no samples; the loader is empty or all ignored")
+        accuracy = {k: c / samples for k, c in zip(self._topk, correct, strict=True)}
+        loss = self._values[:1].view(torch.float64).item() / samples
+        return Evaluation(loss, accuracy, samples)
+
+
 class Sums:
     """The loss in fp64 and counts in int64, of all batches since `zero_`, in one tensor.
 
@@ -81,13 +116,13 @@ class Sums:
         weighted = loss.detach().reshape(1).double() * counted
         self._loss.add_(weighted.masked_fill(counted == 0, 0.0))
 
-    def take(self) -> tuple[Evaluation, int]:
-        """The evaluation, and how many labels were no class. Waits for the device, once."""
-        values = self._all.cpu()
-        samples, bad, *correct = values[1:].tolist()
-        n = max(samples, 1)
-        accuracy = {k: c / n for k, c in zip(self._topk, correct, strict=True)}
-        return Evaluation(values[:1].view(torch.float64).item() / n, accuracy, samples), bad
+    def submit(self) -> Submitted:
+        """What has been summed up so far. Waits for nothing."""
+        if self.device.type != "cuda":
+            return Submitted(self._all.clone(), self._topk)
+        values = torch.empty_like(self._all, device="cpu", pin_memory=True)
+        values.copy_(self._all, non_blocking=True)
+        return Submitted(values, self._topk, torch.cuda.current_stream(self.device).record_event())
 
 
 def are_labels(output: Tensor, target: Tensor) -> bool:

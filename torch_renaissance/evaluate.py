@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from . import _watch, amp, graphs
 from ._captured import Captured, Explanation, Key, Keys, flatten, levels, static_input, unflatten
-from ._measures import Evaluation, Sums, are_labels
+from ._measures import Evaluation, Submitted, Sums, are_labels
 from ._ops import _C, build_info
 from .data import prefetch
 from .loss import cross_entropy
@@ -63,6 +63,7 @@ class Evaluator:
         self._model, self._precision, self._max_graphs = model, precision, max_graphs
         self._loss_fn = cross_entropy if loss_fn is None else loss_fn
         self._sums: Sums | None = None
+        self._last: Submitted | None = None
         self._pool: graphs.Pool | None = None
         self._graphs: list[Captured] = []  # the one used last comes first
         self._keys = Keys(patience=6)
@@ -76,7 +77,7 @@ class Evaluator:
     """Whether the last batch was a replay."""
 
     def __call__(self, loader: Iterable) -> Evaluation:
-        """One evaluation.
+        """One evaluation: `submit(loader).result()`.
 
         Args:
             loader: of batches `(*inputs, target)`, on the host (they are prefetched) or on the
@@ -91,6 +92,17 @@ class Evaluator:
             RuntimeError: with `precision` inside of torch.autocast.
             Whatever the loader, the model and the loss raise.
         """
+        return self.submit(loader).result()
+
+    def submit(self, loader: Iterable) -> Submitted:
+        """The same without waiting for the device: hands it all batches, and returns what has the
+        evaluation as its `result()`. Training can go on meanwhile; the weights that count are those
+        of now, since the device works in order.
+
+        Raises:
+            As a call, but what is wrong with labels or with the number of samples is seen, and
+            raised, by `result()`.
+        """
         if self._running:
             raise RuntimeError("Evaluator: it is evaluating already; use another Evaluator inside")
         device = self._device()
@@ -102,20 +114,16 @@ class Evaluator:
         self._running = True
         try:
             with evaluating(self._model), torch.inference_mode(False), torch.no_grad():
-                found, bad = self._run(prefetch(loader, device=device), device)
+                self._last = self._run(prefetch(loader, device=device), device)
         finally:
             self._running = False
             torch.clear_autocast_cache()  # casts in the memory of a graph, or of earlier weights
-        if bad:
-            raise IndexError(
-                f"Evaluator: {bad:,} of {found.samples:,} labels are no class of the model's "
-                "output, i.e. not in [0, C); an ignore_index of the loss_fn leaves a label out"
-            )
-        if not found.samples:
-            raise ValueError("Evaluator: there are no samples; the loader is empty or all ignored")
-        return found
+        return self._last
 
-    def _run(self, batches: Iterable, device: torch.device) -> tuple[Evaluation, int]:
+    def _run(self, batches: Iterable, device: torch.device) -> Submitted:
+        if device.type == "cuda" and self._last is not None and self._last.event is not None:
+            # The evaluation before may have been submitted on another stream.
+            torch.cuda.current_stream(device).wait_event(self._last.event)
         if self._sums is None or self._sums.device != device:
             self.reset()
             # Of other losses, without accuracy, integers may be whatever they like.
@@ -128,7 +136,7 @@ class Evaluator:
         for index, batch in enumerate(batches):
             ignored = getattr(self._loss_fn, "ignore_index", _IGNORED)
             self._batch(*flatten((*_parts(batch, index), ignored)))
-        return self._sums.take()
+        return self._sums.submit()
 
     def _device(self) -> torch.device:
         tensors = chain(self._model.parameters(), self._model.buffers())
