@@ -82,7 +82,7 @@ def train_ours(args, seed: int, epochs: int, advance) -> Run:
         data.RandomCrop(28),
         data.RandomRotation(20, interpolation="bilinear"),
         data.RandomScale((0.8, 1.2), interpolation="bilinear"),
-        data.RandomErasing(p=0.5),
+        data.RandomErasing(p=0.5, value=255 * MEAN),
         data.Normalize(MEAN, STD),
         data.ToFloat(low),
     ]
@@ -107,17 +107,26 @@ def train_ours(args, seed: int, epochs: int, advance) -> Run:
 
     run = Run("ours", seed)
     begin = time.perf_counter()
-    for _ in range(epochs):
-        for _ in range(len(loader)):
-            step()
-            scheduler.step()
-        found = evaluator(validation)  # waits for the device
+    evaluation = None
+
+    def read() -> None:
+        nonlocal begin
+        found = evaluation.result()  # waits for the device
         now = time.perf_counter()
         run.seconds.append(now - begin)
         run.loss.append(found.loss)
         run.accuracy.append(found.top1)
         begin = now
         advance(run)
+
+    for _ in range(epochs):
+        for _ in range(len(loader)):
+            step()
+            scheduler.step()
+        if evaluation is not None:
+            read()  # of the epoch before: the device has the steps of this one to do meanwhile
+        evaluation = evaluator.submit(validation)
+    read()
     step.reset()
     evaluator.reset()
     return run
