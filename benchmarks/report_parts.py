@@ -86,9 +86,9 @@ def lars(records: list[Record]) -> list[str]:
 
 
 def chain(records: list[Record]) -> list[str]:
-    (record,) = records
+    cases = {case: taken for record in records for case, taken in record["chain"].items()}
     rows = []
-    for case, taken in record["chain"].items():
+    for case, taken in cases.items():
         times = {name: v.get("us") for name, v in taken["variants"].items()}
         for end in ("", " + EMA"):
             pair = times.get(f"stock{end}"), times.get(f"ours{end}")
@@ -100,7 +100,7 @@ def chain(records: list[Record]) -> list[str]:
         "",
         *table([SPREAD, "stock", "ours", "× faster"], rows),
         "",
-        where(record),
+        "\n\n".join(where(record) for record in records),
     ]
 
 

@@ -7,8 +7,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 # Several, where one run would take too long. Of a case in two of them, the later file counts.
-SEVERAL = {"steps": "train_step*_h200.json", "lars": "lars*_h200.json"}
-GPU_RECORDS = ("optim", "loss", "chain", "sweep", "data")
+SEVERAL = {
+    "steps": "train_step*_h200.json",
+    "lars": "lars*_h200.json",
+    "chain": "chain*_h200.json",
+}
+GPU_RECORDS = ("optim", "loss", "sweep", "data")
 
 Record = dict
 Range = tuple[float, float, float]  # ratio of medians, and its ends with either quartile

@@ -75,7 +75,6 @@ def steps(records: list[Record]) -> list[str]:
     ranges = [[r[0] for t in rows.values() if (r := best(t, b))] for b in ("eager", "hand graph")]
     over_eager, over_graph = map(span, ranges)
     shown = [v for v in STEP_VARIANTS if any(v in times for times in rows.values())]
-    runs = "; ".join(map(command, records))
     several = " Rows are from several runs, so compare within a row." * (len(records) > 1)
     return [
         f"A whole training step in mixed precision is {over_eager} times as fast as PyTorch's "
@@ -91,8 +90,9 @@ def steps(records: list[Record]) -> list[str]:
             ],
         ),
         "",
-        f"On {machine(records[0])}; {records[0]['settings']['precision']}.{several} "
-        f"Commands: {runs}.{''.join(map(repeats, records))}",
+        f"On {machine(records[0])}; {records[0]['settings']['precision']}.{several}"
+        f"{''.join(map(repeats, records))}",
+        *fold("The commands", [f"* {command(record)}" for record in records]),
     ]
 
 
