@@ -22,6 +22,7 @@ TABLES: dict[str, Callable[[list[Record]], list[str]]] = {
     "chain": report_parts.chain,
     "loss": report_parts.loss,
     "data": report_parts.data,
+    "recipe": report_parts.recipe,
     "losses": report_parts.losses,
 }
 OF = {"split": "steps"}  # the records of a table that has none of its own

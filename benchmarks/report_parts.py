@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 # The README's tables of what a step is made of: optimizer, its chain, loss, data; and of losses.
+import statistics
+
 from report_records import (
     SPREAD,
     Record,
@@ -150,6 +152,34 @@ def data(records: list[Record]) -> list[str]:
         f"Augmentation on the device, as a share of a copy's bandwidth: {', '.join(shares)}.",
         "",
         *table(["what", SPREAD, "images/s", "time over ours"], rows),
+        "",
+        where(record),
+    ]
+
+
+def recipe(records: list[Record]) -> list[str]:
+    (record,) = records
+    taken = record["cases"]["mnist"]
+    rows = []
+    for backend in ("ours", "native"):
+        runs = taken[backend]
+        if not runs:
+            continue
+        last = [100 * run["accuracy"][-1] for run in runs]
+        speeds = [run["epochs_per_second"] for run in runs]
+        rows.append(
+            [
+                backend,
+                f"{len(runs)} of {len(runs[0]['accuracy'])} epochs",
+                f"{statistics.median(speeds):.2f} ({min(speeds):.2f} to {max(speeds):.2f})",
+                f"{statistics.mean(last):.2f} ({min(last):.2f} to {max(last):.2f})",
+            ]
+        )
+    return [
+        "The recipe of `examples/mnist_recipe.py`, with validation after each epoch, and the same "
+        f"as plain PyTorch has it, on {taken['images']:,} images:",
+        "",
+        *table(["", "trainings", "epochs/s, median", "% right at the end, mean"], rows),
         "",
         where(record),
     ]

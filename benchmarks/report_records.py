@@ -12,7 +12,7 @@ SEVERAL = {
     "lars": "lars*_h200.json",
     "chain": "chain*_h200.json",
 }
-GPU_RECORDS = ("optim", "loss", "sweep", "data")
+GPU_RECORDS = ("optim", "loss", "sweep", "data", "recipe")
 
 Record = dict
 Range = tuple[float, float, float]  # ratio of medians, and its ends with either quartile

@@ -72,6 +72,18 @@ def schedule(steps_per_epoch: int, epochs: int) -> tr.lr.Cosine:
     )
 
 
+def read_sets(folder: Path | None) -> list[data.DeviceDataset]:
+    """To train on and to validate on; of the 10,000 images beside the examples if there is no
+    folder."""
+    if folder is not None:
+        return [data.DeviceDataset.from_mnist(folder, train=t) for t in (True, False)]
+    whole = data.DeviceDataset.from_mnist(Path(__file__).parent / "data", train=False)
+    return [
+        data.DeviceDataset(whole.images[part], whole.labels[part], num_classes=CLASSES)
+        for part in (slice(8000), slice(8000, None))
+    ]
+
+
 def train_ours(args, seed: int, epochs: int, advance) -> Run:
     device = args.device
     low = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(args.precision, torch.float32)
@@ -151,7 +163,6 @@ def train_native(args, seed: int, epochs: int, advance) -> Run:
 
 
 def arguments() -> argparse.Namespace:
-    here = Path(__file__).parent / "data"
     parser = argparse.ArgumentParser(description="The MNIST recipe.")
     parser.add_argument("--data", type=Path, metavar="DIR", help="the full MNIST as IDX files")
     parser.add_argument("--backend", default="ours", choices=("ours", "native", "both"))
@@ -178,14 +189,7 @@ def arguments() -> argparse.Namespace:
     args.precision = args.precision or ("fp16" if on_gpu else "fp32")
     args.precision = None if args.precision == "fp32" else args.precision
     try:
-        if args.data is None:  # the 10,000 images that come with the examples
-            whole = data.DeviceDataset.from_mnist(here, train=False)
-            args.sets = [
-                data.DeviceDataset(whole.images[part], whole.labels[part], num_classes=CLASSES)
-                for part in (slice(8000), slice(8000, None))
-            ]
-        else:
-            args.sets = [data.DeviceDataset.from_mnist(args.data, train=t) for t in (True, False)]
+        args.sets = read_sets(args.data)
     except (OSError, ValueError) as error:
         parser.error(str(error))
     return args

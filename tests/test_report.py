@@ -110,6 +110,23 @@ def test_data_is_over_ours():
     assert "| augment/mnist_8, b2b: torchvision | 5.0 ±0 % | 800,000 | 2.50 |" in text
 
 
+def test_recipe_has_each_backends_trainings():
+    def run(speed, *accuracy):
+        return {"accuracy": accuracy, "epochs_per_second": speed}
+
+    taken = {"images": 60_000, "ours": [run(40.0, 0.5, 0.99), run(44.0, 0.5, 0.97)]}
+    taken["native"] = [run(0.25, 0.5)]
+    record = {"environment": ENVIRONMENT, "cases": {"mnist": taken}}
+    text = "\n".join(report_parts.recipe([record]))
+    assert "on 60,000 images:" in text and "`python benchmarks/bench_x.py`" in text
+    assert (
+        "| ours | 2 of 2 epochs | 42.00 (40.00 to 44.00) | 98.00 (97.00 to 99.00) |\n"
+        "| native | 1 of 1 epochs | 0.25 (0.25 to 0.25) | 50.00 (50.00 to 50.00) |" in text
+    )
+    taken["native"] = []
+    assert "native |" not in "\n".join(report_parts.recipe([record]))
+
+
 def test_losses_are_ours_alone():
     ratios = {"a/flat": 0.9, "a/gather": 1.0, "b/eager fused over hand graph": 0.5}
     rows = report_parts.losses([{"ratios": ratios}])
