@@ -15,7 +15,7 @@ from . import _watch, amp
 from ._ahead import Ahead, memory
 from ._captured import unflatten
 from ._ops import _C
-from .data.loader import DeviceLoader
+from ._step_arguments import check, check_data, compile_arguments, loss_and_extras
 from .graphs import CaptureError, Pool, RandomState
 
 
@@ -23,8 +23,8 @@ class Eager:
     """Forward, backward, update and `zero_grad` of one (micro-)batch."""
 
     def __init__(self, loss_fn, optimizer, model, precision, scaler, accumulate, compile, data):
-        _check(loss_fn, optimizer, model, precision, scaler)
-        arguments = _compile_arguments(compile)
+        check(loss_fn, optimizer, model, precision, scaler)
+        arguments = compile_arguments(compile)
         self.loss_fn: Callable = (
             loss_fn if arguments is None else torch.compile(loss_fn, **arguments)
         )
@@ -40,7 +40,7 @@ class Eager:
         self._low = amp.LowWeights([], {})
         self.device = next(p.device for g in optimizer.param_groups for p in g["params"])
         self.data = data
-        _check_data(data, self.device)
+        check_data(data, self.device)
         if precision == "fp16" and optimizer.amp is None:
             optimizer.amp = amp.LossScale(self.device)
         optimizer._loss_scaled = precision == "fp16" or scaler is not None  # for tr.lr's handles
@@ -150,7 +150,7 @@ class Eager:
                 with torch.enable_grad(), self._low:
                     with self._autocast():
                         returned = self.loss_fn(*batch)
-                    loss, extras = _loss_and_extras(returned)
+                    loss, extras = loss_and_extras(returned)
                     if between is not None:
                         between()
                         between = None  # another trial doesn't do it again
@@ -331,85 +331,3 @@ class Eager:
 
 
 _PLACE = object()
-
-
-def _loss_and_extras(returned: object) -> tuple[Tensor, object]:
-    loss, extras = (
-        returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, ())
-    )
-    if not isinstance(loss, Tensor) or loss.numel() != 1:
-        got = f"shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-        raise TypeError(
-            "TrainStep: loss_fn must return a tensor of one element, or (loss, extras), got "
-            f"{got}; reduce the loss with .mean() or .sum()"
-        )
-    if not loss.requires_grad:
-        raise RuntimeError(
-            "TrainStep: the loss doesn't require a gradient; nothing in it depends on a parameter "
-            "that does"
-        )
-    return loss, extras
-
-
-def _check(loss_fn, optimizer, model, precision, scaler) -> None:
-    if not callable(loss_fn):
-        raise TypeError(f"TrainStep: loss_fn must be callable, got {type(loss_fn).__name__}")
-    if not hasattr(optimizer, "_train_step"):
-        raise TypeError(
-            f"TrainStep: {type(optimizer).__name__} is not one of ours; pass it through "
-            "tr.accelerate(model, optimizer) first"
-        )
-    if model is not None and not isinstance(model, nn.Module):
-        raise TypeError(f"TrainStep: model must be an nn.Module, got {type(model).__name__}")
-    if precision is not None and precision not in amp.PRECISIONS:
-        raise ValueError(
-            f"TrainStep: precision must be one of {list(amp.PRECISIONS)} or None, got {precision!r}"
-        )
-    if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
-        raise TypeError(
-            f"TrainStep: scaler must be a torch.amp.GradScaler, got {type(scaler).__name__}"
-        )
-    if precision is not None and scaler is not None:
-        raise ValueError(
-            "TrainStep: precision has a loss scale of its own; pass either precision or scaler"
-        )
-
-
-def _compile_arguments(compile: bool | str | dict) -> dict | None:
-    """torch.compile's, without graphs of its own inside of ours; None: don't compile."""
-    if compile is False or compile is True:
-        return {} if compile else None
-    if not isinstance(compile, str | dict):
-        raise TypeError(
-            "TrainStep: compile must be a bool, a mode of torch.compile or a dict of its "
-            f"arguments, got {compile!r}"
-        )
-    arguments = {"mode": compile} if isinstance(compile, str) else dict(compile)
-    if arguments.get("mode") == "max-autotune":
-        arguments["mode"] = "max-autotune-no-cudagraphs"
-    captures = (
-        arguments.get("mode") == "reduce-overhead"
-        or arguments.get("backend") == "cudagraphs"
-        or (arguments.get("options") or {}).get("triton.cudagraphs")
-    )
-    if captures:
-        raise ValueError(
-            "TrainStep: compile asks for CUDA graphs of torch.compile's, but the whole step is one "
-            "already; pass compile=True"
-        )
-    return arguments
-
-
-def _check_data(data: DeviceLoader | None, device: torch.device) -> None:
-    if data is None:
-        return
-    if not isinstance(data, DeviceLoader):
-        raise TypeError(
-            f"TrainStep: data must be a tr.data.DeviceLoader, got {type(data).__name__}; of any "
-            "other loader, pass the batches: step(*batch)"
-        )
-    if data.device != device:
-        raise ValueError(
-            f"TrainStep: data is on {data.device}, the parameters are on {device}; "
-            "loader.dataset.to(device) moves a dataset"
-        )

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from . import _watch, amp, graphs
 from ._captured import Captured, Explanation, Key, Keys, flatten, levels, static_input, unflatten
-from ._measures import Evaluation, Submitted, Sums, are_labels
+from ._evaluation_arguments import check, check_output, parts
+from ._measures import Evaluation, Submitted, Sums
 from ._ops import _C, build_info
 from .data import prefetch
 from .loss import cross_entropy
@@ -59,7 +60,7 @@ class Evaluator:
         topk: Iterable[int] = (1, 5),
         max_graphs: int = 8,
     ):
-        self._topk = _check(model, loss_fn, precision, topk, max_graphs)
+        self._topk = check(model, loss_fn, precision, topk, max_graphs)
         self._model, self._precision, self._max_graphs = model, precision, max_graphs
         self._loss_fn = cross_entropy if loss_fn is None else loss_fn
         self._sums: Sums | None = None
@@ -135,7 +136,7 @@ class Evaluator:
         torch.clear_autocast_cache()
         for index, batch in enumerate(batches):
             ignored = getattr(self._loss_fn, "ignore_index", _IGNORED)
-            self._batch(*flatten((*_parts(batch, index), ignored)))
+            self._batch(*flatten((*parts(batch, index), ignored)))
         return self._sums.submit()
 
     def _device(self) -> torch.device:
@@ -170,7 +171,7 @@ class Evaluator:
         *inputs, target, ignored = unflatten(leaves, spec)
         with self._autocast():
             output = self._model(*inputs)
-            _check_output(output, target, self._topk)
+            check_output(output, target, self._topk)
             loss = self._loss_fn(output, target)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             got = f"shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
@@ -326,57 +327,3 @@ def evaluating(model: nn.Module) -> Iterator[None]:
                 module.train(mode)
         for module, mode in modes:
             module.training = mode
-
-
-def _parts(batch: object, index: int) -> tuple:
-    if not isinstance(batch, (tuple, list)) or len(batch) < 2:
-        got = type(batch).__name__
-        got += f" of length {len(batch)}" if isinstance(batch, (tuple, list)) else ""
-        raise TypeError(
-            f"Evaluator: batch {index} is a {got}, but must be (input, target) or (*inputs, "
-            "target); a generator over the loader can make it so"
-        )
-    if not isinstance(batch[-1], Tensor) or batch[-1].ndim == 0:
-        tensor = isinstance(batch[-1], Tensor)
-        got = "a tensor without dimensions" if tensor else type(batch[-1]).__name__
-        raise TypeError(f"Evaluator: batch {index} must end with a tensor of targets, got {got}")
-    return tuple(batch)
-
-
-def _check_output(output: object, target: Tensor, topk: tuple) -> None:
-    if not isinstance(output, Tensor):
-        raise TypeError(
-            f"Evaluator: the model must return a tensor, got {type(output).__name__}; wrap it in a "
-            "module that returns its scores"
-        )
-    if topk and not are_labels(output, target):
-        raise ValueError(
-            "Evaluator: accuracy needs scores (N, C, ...) and integer labels (N, ...), got "
-            f"{output.dtype} {list(output.shape)} and {target.dtype} {list(target.shape)}; topk=() "
-            "measures the loss alone"
-        )
-
-
-def _check(model, loss_fn, precision, topk, max_graphs) -> tuple[int, ...]:
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"Evaluator: model must be an nn.Module, got {type(model).__name__}")
-    if loss_fn is not None and not callable(loss_fn):
-        raise TypeError(f"Evaluator: loss_fn must be callable, got {type(loss_fn).__name__}")
-    if getattr(loss_fn, "reduction", "mean") == "sum":
-        raise ValueError(
-            "Evaluator: loss_fn must return the mean over the batch, got one with "
-            "reduction='sum'; give it reduction='mean'"
-        )
-    if precision is not None and precision not in amp.PRECISIONS:
-        raise ValueError(
-            f"Evaluator: precision must be one of {list(amp.PRECISIONS)} or None, got {precision!r}"
-        )
-    if not isinstance(topk, Iterable):
-        raise TypeError(f"Evaluator: topk must be a tuple of ints, such as (1, 5), got {topk!r}")
-    topk = tuple(topk)
-    for name, value in [*(("every k of topk", k) for k in topk), ("max_graphs", max_graphs)]:
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"Evaluator: {name} must be an int >= 1, got {value!r}")
-    if len(set(topk)) < len(topk):
-        raise ValueError(f"Evaluator: topk has a number twice: {topk}")
-    return topk
