@@ -119,9 +119,8 @@ def train_ours(args, seed: int, epochs: int, advance) -> Run:
 
     run = Run("ours", seed)
     begin = time.perf_counter()
-    evaluation = None
 
-    def read() -> None:
+    def read(evaluation) -> None:
         nonlocal begin
         found = evaluation.result()  # waits for the device
         now = time.perf_counter()
@@ -131,14 +130,19 @@ def train_ours(args, seed: int, epochs: int, advance) -> Run:
         begin = now
         advance(run)
 
+    evaluation = None
     for _ in range(epochs):
         for _ in range(len(loader)):
             step()
             scheduler.step()
         if evaluation is not None:
-            read()  # of the epoch before: the device has the steps of this one to do meanwhile
+            read(evaluation)  # of the epoch before: the device has the steps of this one meanwhile
         evaluation = evaluator.submit(validation)
-    read()
+        if evaluation.done():  # on a CPU
+            read(evaluation)
+            evaluation = None
+    if evaluation is not None:
+        read(evaluation)
     step.reset()
     evaluator.reset()
     return run

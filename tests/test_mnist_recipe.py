@@ -5,10 +5,12 @@ import json
 import struct
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+import torch_renaissance as tr
 from torch_renaissance.data import DeviceDataset
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -80,6 +82,23 @@ def test_equal_seeds_give_equal_runs(folder, monkeypatch):
             run(monkeypatch, *options, "--json", path)
     first, second = (json.loads(path.read_text())["runs"][0] for path in paths)
     assert first["loss"] == second["loss"] and first["accuracy"] == second["accuracy"]
+
+
+@pytest.mark.filterwarnings("ignore:TrainStep runs eagerly")
+def test_on_a_cpu_each_epoch_is_read_before_the_next(folder, monkeypatch):
+    """So that each has its own seconds; a GPU's are read later, and it works in order."""
+    module = recipe()
+    sets = [DeviceDataset.from_mnist(folder, train=part) for part in (True, False)]
+    args = SimpleNamespace(device="cpu", precision=None, batch=100, compile=False, sets=sets)
+    steps, seen, call = [], [], tr.TrainStep.__call__
+
+    def counted(self, *batch):
+        steps.append(batch)
+        return call(self, *batch)
+
+    monkeypatch.setattr(tr.TrainStep, "__call__", counted)
+    run = module.train_ours(args, 0, 3, lambda run: seen.append((len(run.loss), len(steps))))
+    assert seen == [(1, 6), (2, 12), (3, 18)] and len(run.accuracy) == 3
 
 
 @pytest.mark.parametrize(
