@@ -143,7 +143,7 @@ class Benchmark:
         self.print_summary(record)
         print_bars(record["bars"])
         if args.repeat > 1:
-            print_repeat(record["repeat"]["ratios"])
+            print_repeat(record)
         fallen = old is not None and report_comparison(old, record, args.fail_if_regression)
         bad = any(run["failed"] or not self.agrees(run) for run in runs)
         return int(fallen or bad)

@@ -4,6 +4,8 @@
 import json
 from pathlib import Path
 
+from comparison import how_far
+
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 # Several, where one run would take too long. Of a case in two of them, the later file counts.
@@ -73,8 +75,8 @@ def command(record: Record) -> str:
 
 def repeats(record: Record) -> str:
     """How far two runs of it lay apart, where there were two."""
-    apart = record.get("repeat", {}).get("largest_difference_percent")
-    return "" if apart is None else f" Ratios of its runs differ by {apart:.1f} % at most."
+    found = how_far(record)
+    return found and f" {found}"
 
 
 def where(record: Record) -> str:

@@ -91,7 +91,7 @@ def steps(records: list[Record]) -> list[str]:
         ),
         "",
         f"On {machine(records[0])}; {records[0]['settings']['precision']}.{several}"
-        f"{''.join(map(repeats, records))}",
+        + "".join(f" {', '.join(r['cases'])}:{found}" for r in records if (found := repeats(r))),
         *fold("The commands", [f"* {command(record)}" for record in records]),
     ]
 

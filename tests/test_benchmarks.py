@@ -200,13 +200,13 @@ class Planted(common.Benchmark):
     def run_case(self, case, record):
         if case == "bad":
             raise ValueError("no such\nproblem")
-        record["cases"][case] = float(case.split(",")[self.record is not record])
+        record["cases"][case] = {"ratio": float(case.split(",")[self.record is not record])}
 
     def ratios_of(self, case, record):
-        return {case: record["cases"][case]} if case in record["cases"] else {}
+        return {case: record["cases"][case]["ratio"]} if case in record["cases"] else {}
 
     def agrees(self, record):
-        return all(value > 0 for value in record["cases"].values())
+        return all(taken["ratio"] > 0 for taken in record["cases"].values())
 
 
 def test_main_repeats_and_keeps_what_did_not_fail(tmp_path, capsys):
@@ -219,7 +219,7 @@ def test_main_repeats_and_keeps_what_did_not_fail(tmp_path, capsys):
     repeat = found["repeat"]
     assert repeat["ratios"] == [found["ratios"], {"2.0,2.1": 2.1, "4.0,4.0": 4.0}]
     assert repeat["largest_difference_percent"] == 5.0
-    assert "5.0 % is the largest difference between 2 runs" in capsys.readouterr().out
+    assert "Ratios of its runs differ by 5.0 % at most." in capsys.readouterr().out
     assert Planted().main(args) == 1
     assert "repeat" not in json.loads(path.read_text())
 
@@ -255,8 +255,33 @@ def test_wrong_common_arguments(arguments, message, capsys):
 def test_repeated_runs_are_compared_where_all_have_a_ratio():
     runs = [{"a": 1.0, "b": 2.0}, {"a": 1.1, "c": 3.0}]
     assert comparison.differences(runs) == {"a": 10.0}
-    empty = comparison.repeated([{"ratios": {}, "failed": {}}] * 2)
+    empty = comparison.repeated([{"ratios": {}, "failed": {}, "cases": {}}] * 2)
     assert empty["largest_difference_percent"] is None
+
+
+def test_what_the_device_sets_is_told_from_what_the_host_does():
+    def variant(us, host):
+        return {"us": {"median": us}, "host_us": {"median": host}}
+
+    variants = {"eager": variant(90, 80), "graph": variant(30, 10), "ours": variant(10, 4)}
+    variants |= {"failed": {"failed": "no"}, "cpu": {"us": {"median": 5}}}
+
+    def run(*ratios):
+        names = ["eager over ours", "graph over ours", "cpu over ours"]
+        found = dict(zip([f"k/mlp/{n}" for n in names], ratios, strict=True))
+        found["k/augment/graph/copy over ours"] = ratios[-1]
+        cases = {"mlp": {"variants": variants}, "augment": {}}
+        return {"key": "k", "cases": cases, "ratios": found, "failed": {}}
+
+    record, again = run(9.0, 3.0, 0.5), run(12.0, 3.06, 0.5)
+    keys = {"k/mlp/graph over ours", "k/augment/graph/copy over ours"}
+    assert comparison.of_the_device(record) == keys
+    record["repeat"] = comparison.repeated([record, again])
+    assert record["repeat"]["largest_difference_percent"] == 33.33
+    assert record["repeat"]["largest_difference_percent_of_the_device"] == 2.0
+    expected = "differ by 33.3 % at most, those of times that the GPU sets by 2.0 %."
+    assert comparison.how_far(record).endswith(expected)
+    assert comparison.how_far(run(9.0, 3.0, 0.5)) == ""
 
 
 def test_peers_are_compared_where_installed_and_on_a_gpu(monkeypatch):

@@ -63,7 +63,8 @@ def sweep():
             "least_gain": 1.1,
             "cases": {f"{s['model']}/{s['batch']}": s for s in sizes},
             "fades": {"mlp": {"together": {"ends": 8}}, "net": {"together": {"ends": None}}},
-            "repeat": {"largest_difference_percent": 2.34},
+            "ratios": {"k/mlp/8/eager fused over TrainStep": 10.0},
+            "repeat": {"ratios": [{"a": 1.0, "b": 2.0}, {"a": 1.0234, "b": 2.0}]},
         }
     ]
 
