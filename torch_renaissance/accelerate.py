@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from . import optim
-from .optim._plan import Options, Plan
+from .optim._plan import Plan
+from .optim._rule import Options
 from .regions import classify
 
 _OURS = {

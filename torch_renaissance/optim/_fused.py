@@ -15,7 +15,8 @@ from ..amp import LossScale
 from ..regions import Kind, Regions, classify
 from . import _native
 from ._judge import is_fresh, step_is_hosted
-from ._plan import Options, Plan, Rule
+from ._plan import Plan
+from ._rule import Options, Rule
 
 _DONE = _C.DONE
 _OWN = ("max_grad_norm", "ema_decay", "amp")  # attributes that travel with deepcopy and pickle

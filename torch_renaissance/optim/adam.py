@@ -7,7 +7,7 @@ import torch
 
 from ..regions import Plane
 from ._fused import Fused, module_groups
-from ._plan import Options, Rule
+from ._rule import Options, Rule
 
 
 def _needed(group: dict) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..regions import Plane
 from ._fused import Fused, module_groups
-from ._plan import Options, Rule
+from ._rule import Options, Rule
 
 _LEAST_NORM = 1e-12  # as in csrc/math/lars.h
 
