@@ -94,6 +94,7 @@ def train_ours(args, seed: int, epochs: int, advance) -> Run:
         data.RandomCrop(28),
         data.RandomRotation(20, interpolation="bilinear"),
         data.RandomScale((0.8, 1.2), interpolation="bilinear"),
+        # Not with black, which is the background: a digit without a part may be another one.
         data.RandomErasing(p=0.5, value=255 * MEAN),
         data.Normalize(MEAN, STD),
         data.ToFloat(low),
