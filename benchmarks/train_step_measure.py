@@ -20,7 +20,7 @@ FIRST = 10  # steps whose losses are compared before anything is timed
 LAST = 3  # of those, the ones that are taken as steady
 HOST_SAMPLES = 3  # in each round
 LONGEST_TURN = 2000  # steps of one variant in one round
-ROUNDS, QUICK_ROUNDS = 7, 5
+ROUNDS, QUICK_ROUNDS = 15, 5  # many short turns, since the host's moods outlast one
 
 Batches = list[tuple[Tensor, Tensor]]
 Run = Callable[[], object]
