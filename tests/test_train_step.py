@@ -7,6 +7,7 @@ from collections import namedtuple
 from dataclasses import dataclass
 
 import pytest
+import replaying
 import torch
 import torch.nn.functional as F
 from stepping import (
@@ -324,6 +325,23 @@ def test_losses_keep_their_value_without_any_wait(device):
         losses.append(loss if i % 3 else loss.clone())  # some are given back at once
     assert twins.step.captured == (device == "cuda")
     close(torch.stack(losses), expected)
+
+
+@pytest.mark.parametrize("extras", [False, True])
+def test_a_loss_in_a_parameters_memory_is_read_after_the_update(extras, device, monkeypatch):
+    """As in a loop, where it is the parameter; other losses are copied beside the update."""
+    if device == "cpu":
+        replaying.capture_steps(monkeypatch)
+    scale = nn.Parameter(torch.ones(4, device=device))
+    optimizer = tr.optim.SGD([scale], lr=0.5)
+    step = tr.TrainStep(
+        lambda x: (scale[3], scale.detach()[3]) if extras else scale[3], optimizer, warmup=WARMUP
+    )
+    for i in range(6):
+        found = step(torch.ones(1, device=device))
+        losses = found if extras else (found,)
+        assert [float(loss) for loss in losses] == [1 - 0.5 * (i + 1)] * (1 + extras)
+    assert step.captured
 
 
 def test_a_loss_of_shape_one_and_of_16_bits(device):
