@@ -98,7 +98,8 @@ class Evaluator:
     def submit(self, loader: Iterable) -> Submitted:
         """The same without waiting for the device: hands it all batches, and returns what has the
         evaluation as its `result()`. Training can go on meanwhile; the weights that count are those
-        of now, since the device works in order.
+        of now, since the device works in order. Batches in pinned memory, which it reads itself,
+        must stay as they are until `done()`.
 
         Raises:
             As a call, but what is wrong with labels or with the number of samples is seen, and
