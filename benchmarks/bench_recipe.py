@@ -3,9 +3,9 @@
 # the end, against the same recipe as plain PyTorch has it. Run it as
 # `python benchmarks/bench_recipe.py --data DIR`, with the full MNIST in DIR.
 import argparse
+import dataclasses
 import statistics
 import sys
-from dataclasses import asdict
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # an in-place build, if none is installed
@@ -13,16 +13,17 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "examples"))
 
 import common
 import mnist_recipe
-from tables import bar, number, print_table, progress
+from rich.console import Console
+from tables import WIDTH, bar, progress
 
 FULL = 60_000  # images that the bars are for
 LEAST_SPEED, LEAST_ACCURACY, LEAST_RATIO = 40, 0.9945, 60
 LEAST_SEEDS, ALL_EPOCHS = 5, 100
 
 
-def mean_accuracy(runs: list[dict]) -> float | None:
+def mean_accuracy(runs: list[dict]) -> float:
     """Of the last epochs."""
-    return statistics.mean(run["accuracy"][-1] for run in runs) if runs else None
+    return statistics.mean(run["accuracy"][-1] for run in runs)
 
 
 def speed(runs: list[dict]) -> float | None:
@@ -74,7 +75,9 @@ class Recipe(common.Benchmark):
         for backend, train, seed, epochs in plan:
             progress(f"{backend}, seed {seed}, {epochs} epochs")
             run = train(args, seed, epochs, lambda run: None)
-            taken[backend].append({**asdict(run), "epochs_per_second": run.epochs_per_second})
+            taken[backend].append(
+                {**dataclasses.asdict(run), "epochs_per_second": run.epochs_per_second}
+            )
             self.save()
 
     def ratios_of(self, case: str, record: dict) -> dict[str, float]:
@@ -82,22 +85,20 @@ class Recipe(common.Benchmark):
         return {f"{record['key']}/recipe/native over ours": round(ratio, 3)} if ratio else {}
 
     def print_summary(self, record: dict) -> None:
-        taken = record["cases"].get("mnist")
-        if not taken:
-            return
-        rows = []
-        for run in taken["ours"] + taken["native"]:
-            cells = [str(len(run["accuracy"])), f"{run['accuracy'][-1]:.2%}"]
-            cells += [f"{max(run['accuracy']):.2%}", number(run["loss"][-1], 4)]
-            rows.append([f"{run['backend']}, seed {run['seed']}", *cells])
-            rows[-1] += [number(sum(run["seconds"])), number(run["epochs_per_second"])]
-        columns = ["epochs", "last", "best", "loss", "seconds", "epochs/s"]
-        print_table(f"MNIST, {taken['images']:,} images", ["training", *columns], rows)
+        taken = record["cases"].get("mnist", {})
+        fields = [f.name for f in dataclasses.fields(mnist_recipe.Run)]
+        runs = [
+            mnist_recipe.Run(**{name: run[name] for name in fields})
+            for backend in ("ours", "native")
+            for run in taken.get(backend, [])
+        ]
+        if runs:
+            mnist_recipe.report(runs, self.args, Console(width=WIDTH))
 
     def bars(self, record: dict) -> list[dict]:
         taken, settings = record["cases"].get("mnist"), record["settings"]
         full = taken and taken["images"] == FULL and settings["epochs"] == ALL_EPOCHS
-        if settings["device"] != "cuda" or not full or settings["seeds"] < LEAST_SEEDS:
+        if settings["device"] != "cuda" or not full or len(taken["ours"]) < LEAST_SEEDS:
             return []
         reached = {
             ("epochs a second", LEAST_SPEED): speed(taken["ours"]),

@@ -54,15 +54,15 @@ def of_the_device(record: dict) -> set[str]:
     than half as long to hand over. All others move with the host and what else it has to do."""
     found = {key for key in record["ratios"] if "/graph/" in key}
     for case, taken in record["cases"].items():
-        times = taken.get("variants", {}).items()
-        set_by_it = {n for n, v in times if "host_us" in v and 2 * host(v) < v["us"]["median"]}
+        handed_over = {n: v for n, v in taken.get("variants", {}).items() if "host_us" in v}
+        set_by_it = [
+            name
+            for name, times in handed_over.items()
+            if 2 * times["host_us"]["median"] < times["us"]["median"]
+        ]
         pairs = [f"{a} over {b}" for a in set_by_it for b in set_by_it]
         found |= {f"{record['key']}/{case}/{pair}" for pair in pairs} & record["ratios"].keys()
     return found
-
-
-def host(times: dict) -> float:
-    return times["host_us"]["median"]
 
 
 def largest(ratios: list[dict[str, float]], of: set[str] | None = None) -> float | None:

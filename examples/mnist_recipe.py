@@ -20,7 +20,7 @@ try:
     import native_mnist
     from rich.console import Console
     from rich.progress import Progress
-    from rich.table import Table
+    from rich.table import Column, Table
 except ImportError as error:
     sys.exit(f"{error.name} is missing: `pip install rich torchvision`, or the `demo` extra.")
 
@@ -236,7 +236,8 @@ def train(args, console: Console) -> list[Run]:
 def report(runs: list[Run], args, console: Console) -> None:
     where = torch.cuda.get_device_name() if args.device == "cuda" else "CPU"
     table = Table(
-        *("training", "epochs", "last accuracy", "best", "first epoch", "all", "epochs/s"),
+        Column("training", no_wrap=True),
+        *("epochs", "last accuracy", "best", "first epoch", "all", "epochs/s"),
         title=f"MNIST, {len(args.sets[0]):,} images, batch {args.batch}, "
         f"{args.precision or 'fp32'}, {where}",
         caption="Each epoch is validated. The first two compile, capture and start what they need; "

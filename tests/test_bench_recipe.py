@@ -44,10 +44,11 @@ def run(speed, accuracy):
     return {"accuracy": [0.5, accuracy], "epochs_per_second": speed}
 
 
-def record(images=60_000, **settings):
-    taken = {"images": images, "ours": [run(41.0, 0.995), run(50.0, 0.993), run(30.0, 0.994)]}
-    taken["native"] = [run(0.5, 0.9)]
-    settings = {"device": "cuda", "epochs": 100, "seeds": 5} | settings
+def record(images=60_000, trainings=5, **settings):
+    speeds, accuracies = (41.0, 50.0, 30.0, 42.0, 40.5), (0.995, 0.993, 0.994, 0.9935, 0.9945)
+    ours = [run(*one) for one in zip(speeds, accuracies, strict=True)]
+    taken = {"images": images, "ours": ours[:trainings], "native": [run(0.5, 0.9)]}
+    settings = {"device": "cuda", "epochs": 100} | settings
     return {"cases": {"mnist": taken}, "settings": settings}
 
 
@@ -64,7 +65,7 @@ def test_bars():
 
 
 @pytest.mark.parametrize(
-    "other", [{"images": 8000}, {"device": "cpu"}, {"epochs": 3}, {"seeds": 4}]
+    "other", [{"images": 8000}, {"device": "cpu"}, {"epochs": 3}, {"trainings": 4}]
 )
 def test_no_bars_where_they_were_not_set(other):
     assert Recipe().bars(record(**other)) == []
