@@ -9,24 +9,19 @@ import warnings
 import pytest
 import replaying
 import torch
+from drawing import NEVER, Training, compare, dataset_of
 from testing import DEVICES
 from torch import nn
-from torch.utils import _pytree as pytree
 
 import torch_renaissance as tr
-from torch_renaissance import graphs
 from torch_renaissance._ahead import Ahead
 from torch_renaissance.data import (
     DeviceDataset,
     DeviceLoader,
     Normalize,
-    RandomCrop,
-    RandomHorizontalFlip,
 )
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
-
-NEVER = 10**9  # calls of warm-up: no capture
 
 
 @pytest.fixture(autouse=True)
@@ -36,82 +31,6 @@ def captures(monkeypatch, device):
     with warnings.catch_warnings():
         warnings.filterwarnings("error", "TrainStep runs eagerly")
         yield
-
-
-def dataset_of(n, device):
-    generator = torch.Generator().manual_seed(0)
-    images = torch.randint(256, (n, 1, 8, 8), generator=generator, dtype=torch.uint8)
-    return DeviceDataset(images, torch.arange(n) % 10, device=device)
-
-
-class Net(nn.Module):
-    """Keeps the batch that it saw last in buffers."""
-
-    def __init__(self, batch_size):
-        super().__init__()
-        self.last = nn.Linear(64, 10)
-        self.scale = nn.Parameter(torch.ones(10))
-        self.register_buffer("x", torch.zeros(batch_size, 1, 8, 8))
-        self.register_buffer("y", torch.zeros(batch_size, dtype=torch.int64))
-
-    def forward(self, x, y):
-        self.x[: len(x)].copy_(x)
-        self.y[: len(y)].copy_(y)
-        return self.last(x.flatten(1)) * self.scale
-
-
-class Training:
-    """`step`, and what each of its steps saw, returned and led to.
-
-    `extras(x, y, logits)` are returned beside the loss.
-    """
-
-    def __init__(
-        self, device, *, n=52, batch_size=8, extras=None, data=None, steps=None, **options
-    ):
-        torch.manual_seed(0)
-        self.model = Net(batch_size).to(device)
-        optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
-        self.model, self.optimizer = tr.accelerate(self.model, optimizer)
-        transforms = (RandomCrop(8, padding=2), RandomHorizontalFlip(), Normalize(0.5, 0.25))
-        self.loader = DeviceLoader(
-            dataset_of(n, device), batch_size, transforms=transforms, seed=7, **data or {}
-        )
-        self.extras, self.bad = extras, False
-        self.step = tr.TrainStep(self.loss, self.optimizer, data=self.loader, **options)
-        self.seen, self.replays = [], 0
-
-    def loss(self, x, y):
-        logits = self.model(x, y)
-        if self.bad:
-            raise ZeroDivisionError("bad")
-        loss = nn.functional.cross_entropy(logits, y)
-        return loss if self.extras is None else (loss, self.extras(x, y, logits))
-
-    def steps(self, n, step=None):
-        for _ in range(n):
-            size = self.loader.upcoming()
-            result = (step or self.step)()
-            self.replays += (step or self.step).captured
-            leaves = pytree.tree_leaves((self.model.x[:size], self.model.y[:size], result))
-            self.seen.append([torch.as_tensor(leaf).detach().clone() for leaf in leaves])
-
-
-def compare(device, scenario, *, atol=1e-5, least=1, **options):
-    """Of two trainings, one captures: both must see the same."""
-    captured, eager = Training(device, **options), Training(device, **options, warmup=NEVER)
-    for t in (captured, eager):
-        scenario(t)
-    assert captured.replays >= least and not eager.replays
-    assert len(captured.seen) == len(eager.seen) > 0
-    for i, (got, expected) in enumerate(zip(captured.seen, eager.seen, strict=True)):
-        assert torch.equal(got[0], expected[0]) and torch.equal(got[1], expected[1]), f"batch {i}"
-        for a, b in zip(got[2:], expected[2:], strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-3, atol=atol, msg=lambda m, i=i: f"{i}: {m}")
-    for a, b in zip(captured.model.parameters(), eager.model.parameters(), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-3, atol=atol)
-    assert captured.loader.state_dict() == eager.loader.state_dict()
-    return captured
 
 
 # -- the scenarios ---------------------------------------------------------------------------------
@@ -340,125 +259,6 @@ def test_eager_steps_place_the_cursor_once_an_epoch(device, monkeypatch):
     t, calls = Training(device, warmup=NEVER), spy(monkeypatch)
     t.steps(14)
     assert calls == ["draw", "_place", *["draw"] * 6] * 2
-
-
-def test_a_replay_that_is_interrupted(device, monkeypatch):
-    """Nobody knows then what the device has drawn; the batch counts as used."""
-    t, eager = Training(device), Training(device, warmup=NEVER)
-    t.steps(5)
-    with monkeypatch.context() as patches:
-
-        def interrupted(self):
-            raise KeyboardInterrupt
-
-        patches.setattr(Ahead, "replayed", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            t.step()
-    t.steps(12)
-    eager.steps(18)
-    del eager.seen[5]
-    assert t.step.captured
-    for got, expected in zip(t.seen, eager.seen, strict=True):
-        assert torch.equal(got[0], expected[0]) and torch.equal(got[1], expected[1])
-
-
-@pytest.mark.parametrize("fails", [1, 2])
-def test_a_failed_capture_leaves_no_trace(fails, device, monkeypatch):
-    attempt = graphs.Pool.capture
-    left = [fails]
-
-    def capture(self, work):
-        if not left[0]:
-            return attempt(self, work)
-        left[0] -= 1
-        attempt(self, lambda: (work(), {}["nothing"]))
-
-    monkeypatch.setattr(graphs.Pool, "capture", capture)
-
-    def scenario(t):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            for mode in (nn.Module.train, nn.Module.eval, lambda m: m.last.train()):
-                mode(t.model)
-                t.steps(10)
-
-    compare(device, scenario, least=4)
-    assert left == [0]
-
-
-def test_a_step_that_changes_the_dataset_stays_eager(device):
-    """A replay draws the next batch beside what would change it."""
-
-    def training(**options):
-        t = Training(device, **options)
-        t.extras = lambda x, y, logits: t.loader.dataset.labels.add_(1).remainder_(10)[:3]
-        return t
-
-    t, eager = training(), training(warmup=NEVER)
-    with pytest.warns(UserWarning, match="loss_fn changes the dataset that data= draws from"):
-        t.steps(8)
-    eager.steps(8)
-    assert not t.replays and len({tuple(seen[1].tolist()) for seen in t.seen}) > 1
-    for got, expected in zip(t.seen, eager.seen, strict=True):
-        assert all(map(torch.equal, got[:2] + got[-1:], expected[:2] + expected[-1:]))
-
-
-def test_a_failed_update_in_a_capture(device, monkeypatch):
-    """While the draw is on its branch."""
-    from torch_renaissance._eager import Eager
-
-    update, left = Eager._update, [1]
-
-    def failing(self, prepared):
-        if prepared and left[0]:
-            left[0] -= 1
-            raise graphs.CaptureError("the update fails")
-        return update(self, prepared)
-
-    monkeypatch.setattr(Eager, "_update", failing)
-
-    def scenario(t):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            t.steps(8)
-        t.model.eval()
-        t.steps(10)
-
-    t = compare(device, scenario, least=4)
-    assert left == [0] and any("the update fails" in why for why in t.step._fallbacks)
-
-
-@pytest.mark.parametrize("strict", [False, True])
-def test_a_replay_that_differs(strict, device, monkeypatch):
-    """verify= lets training go on from the eager step, or from before it."""
-    t, eager = Training(device, verify=True, strict=strict), Training(device, warmup=NEVER)
-    replay = Ahead.replayed
-
-    def spoil(self):
-        replay(self)
-        t.model.last.weight.data.add_(1)
-
-    monkeypatch.setattr(Ahead, "replayed", spoil)
-    t.steps(3)
-    eager.steps(3)
-    if strict:
-        with pytest.raises(tr.CaptureError, match="a replay differs from an eager step"):
-            t.step()
-        before = [p.clone() for p in eager.model.parameters()]
-        for a, b in zip(t.model.parameters(), before, strict=True):
-            torch.testing.assert_close(a, b)
-    else:
-        with pytest.warns(UserWarning, match="a replay differs from an eager step"):
-            t.steps(1)
-        eager.steps(1)
-        t.step(), eager.step()
-    state = t.loader.state_dict()
-    assert state["batch"] == (4 if strict else 5)
-    eager.loader.load_state_dict(state)
-    monkeypatch.undo()
-    wanted, labels = eager.loader.draw(eager.loader.upcoming())
-    x, y = t.loader.draw(t.loader.upcoming())
-    assert torch.equal(x, wanted) and torch.equal(y, labels)
 
 
 def test_a_dataset_of_inference_tensors(device):
