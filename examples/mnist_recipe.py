@@ -94,8 +94,8 @@ def train_ours(args, seed: int, epochs: int, advance) -> Run:
         data.RandomCrop(28),
         data.RandomRotation(20, interpolation="bilinear"),
         data.RandomScale((0.8, 1.2), interpolation="bilinear"),
-        # Not with black, which is the background: a digit without a part may be another one.
-        data.RandomErasing(p=0.5, value=255 * MEAN),
+        # With grey, neither paper nor ink: a digit that lost a part to black may be another one.
+        data.RandomErasing(p=0.5, value=255 / 2),
         data.Normalize(MEAN, STD),
         data.ToFloat(low),
     ]

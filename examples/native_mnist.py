@@ -31,7 +31,7 @@ def transforms(augment: bool) -> v2.Compose:
         v2.RandomAffine(0, scale=(0.8, 1.2), **bilinear),
     ]
     to_tensor = [v2.PILToTensor(), v2.ToDtype(torch.float32, scale=True)]
-    erase = [v2.RandomErasing(p=0.5, value=0.1307)]
+    erase = [v2.RandomErasing(p=0.5, value=0.5)]
     normalize = [v2.Normalize([0.1307], [0.3081])]
     return v2.Compose([*geometry * augment, *to_tensor, *erase * augment, *normalize])
 
