@@ -157,6 +157,9 @@ class Data(common.Benchmark):
     def ratios_of(self, case: str, record: dict) -> dict[str, float]:
         return report.ratios_of(record["key"], case, record["cases"].get(case))
 
+    def bars(self, record: dict) -> list[dict]:
+        return report.evaluate_bars(record)
+
     def print_summary(self, record: dict) -> None:
         report.print_summary(record)
 

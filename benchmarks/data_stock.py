@@ -5,6 +5,7 @@ from collections.abc import Callable
 from importlib.util import find_spec
 
 import torch
+from data_report import ONE_DRAW
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 from torchvision.transforms import v2
@@ -52,7 +53,7 @@ def kornia_transforms(recipe: str) -> Callable[[Tensor], Tensor]:
 
 def on_device(recipe: str, device: torch.device) -> dict[str, Callable[[Tensor], Tensor]]:
     """What takes a batch of bytes there to normalized floats there."""
-    found = {"torchvision, one draw": torchvision_transforms(recipe)}
+    found = {ONE_DRAW: torchvision_transforms(recipe)}
     if HAS_KORNIA:
         found["kornia"] = kornia_transforms(recipe)
     return found

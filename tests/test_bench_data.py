@@ -62,6 +62,25 @@ def test_ratios_of_what_was_measured():
     assert data_report.ratios_of("cpu/fp32", "loader/mnist", None) == {}
 
 
+def record(**settings):
+    us = {"b2b": {"ours": {"median": 20.0}, data_report.ONE_DRAW: {"median": 800.0}}}
+    us["graph"] = {"ours": {"median": 8.0}}
+    cases = {"augment/mnist_200": {"images": 200, "us": us, "percent_of_copy": 29.0}}
+    us = {"one core": {"ours": {"median": 1.0}, "torchvision, PIL": {"median": 19.0}}}
+    cases["cpu/mnist"] = {"images": 100, "us": us}
+    return {"settings": {"quick": False} | settings, "cases": cases}
+
+
+def test_bars_of_the_cases_that_were_measured():
+    found = {b["name"]: (b["reached"], b["holds"]) for b in data_report.evaluate_bars(record())}
+    assert found == {
+        "augment/mnist_200: µs in a graph": (8.0, True),
+        "augment/mnist_200: torchvision / ours in a graph": (100.0, True),
+        "cpu/mnist: torchvision, PIL / ours": (19.0, False),
+    }
+    assert data_report.evaluate_bars(record(quick=True)) == []
+
+
 def test_arguments(capsys):
     assert bench_data.Data().parse(["--device", "cpu"]).cases == bench_data.CASES
     with pytest.raises(SystemExit):
