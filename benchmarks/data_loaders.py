@@ -24,12 +24,19 @@ STEPS, QUICK_STEPS = 100, 2  # of an epoch
 
 
 def transforms_of(recipe: str) -> tuple:
-    data, normalize = tr.data, tr.data.Normalize(stock.MEAN[recipe], stock.STD[recipe])
+    data = tr.data
+    last = (
+        data.RandomErasing(**stock.ERASING[recipe]),
+        data.Normalize(stock.MEAN[recipe], stock.STD[recipe]),
+    )
     if recipe == "mnist":
-        moved = (data.Pad(2), data.RandomCrop(28), data.RandomRotation(stock.ROTATION))
-        return (*moved, data.RandomScale(stock.SCALE), data.ToFloat(), normalize)
+        turned = (
+            data.RandomRotation(stock.ROTATION, interpolation="bilinear"),
+            data.RandomScale(stock.SCALE, interpolation="bilinear"),
+        )
+        return (data.Pad(2), data.RandomCrop(28), *turned, data.ToFloat(), *last)
     moved = (data.RandomCrop(32, padding=4), data.RandomHorizontalFlip())
-    return (*moved, data.ToFloat(), data.RandomErasing(**stock.ERASING), normalize)
+    return (*moved, data.ToFloat(), *last)
 
 
 class ChannelsLast(nn.Module):

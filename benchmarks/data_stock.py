@@ -15,8 +15,8 @@ HAS_KORNIA = find_spec("kornia") is not None
 SHAPES = {"mnist": (1, 28, 28), "cifar": (3, 32, 32)}
 MEAN = {"mnist": (0.1307,), "cifar": (0.4914, 0.4822, 0.4465)}
 STD = {"mnist": (0.3081,), "cifar": (0.247, 0.2435, 0.2616)}
-ROTATION, SCALE = 10, (0.9, 1.1)  # degrees, factors
-ERASING = {"p": 0.5, "scale": (0.02, 0.2)}
+ROTATION, SCALE = 20, (0.8, 1.2)  # degrees, factors; as examples/mnist_recipe.py has them
+ERASING = {"mnist": {"p": 0.5, "value": 0.5}, "cifar": {"p": 0.5, "scale": (0.02, 0.2)}}
 
 
 def random_images(recipe: str, count: int, device: torch.device, seed: int = 0) -> Tensor:
@@ -29,12 +29,17 @@ def random_images(recipe: str, count: int, device: torch.device, seed: int = 0) 
 def torchvision_transforms(recipe: str, pil: bool = False) -> v2.Compose:
     """Of one image, or of a batch of tensors, to which every transform then does the same."""
     to_float = [v2.ToImage()] * pil + [v2.ToDtype(torch.float32, scale=True)]
-    normalize = v2.Normalize(MEAN[recipe], STD[recipe], inplace=True)
+    last = [v2.RandomErasing(**ERASING[recipe]), v2.Normalize(MEAN[recipe], STD[recipe], True)]
     if recipe == "mnist":
-        moved = [v2.Pad(2), v2.RandomCrop(28), v2.RandomRotation(ROTATION)]
-        return v2.Compose([*moved, v2.RandomAffine(0, scale=SCALE), *to_float, normalize])
-    moved = [v2.RandomCrop(32, padding=4), v2.RandomHorizontalFlip()]
-    return v2.Compose([*moved, *to_float, v2.RandomErasing(**ERASING), normalize])
+        bilinear = {"interpolation": v2.InterpolationMode.BILINEAR}
+        turned = [
+            v2.RandomRotation(ROTATION, **bilinear),
+            v2.RandomAffine(0, scale=SCALE, **bilinear),
+        ]
+        moved = [v2.Pad(2), v2.RandomCrop(28), *turned]
+    else:
+        moved = [v2.RandomCrop(32, padding=4), v2.RandomHorizontalFlip()]
+    return v2.Compose([*moved, *to_float, *last])
 
 
 def kornia_transforms(recipe: str) -> Callable[[Tensor], Tensor]:
@@ -43,11 +48,11 @@ def kornia_transforms(recipe: str) -> Callable[[Tensor], Tensor]:
 
     normalize = K.Normalize(torch.tensor(MEAN[recipe]), torch.tensor(STD[recipe]))
     if recipe == "mnist":
-        moved = [K.RandomCrop((28, 28), padding=2), K.RandomRotation(float(ROTATION), p=1.0)]
-        chain = nn.Sequential(*moved, K.RandomAffine(0.0, scale=SCALE, p=1.0), normalize)
+        turned = [K.RandomRotation(float(ROTATION), p=1.0), K.RandomAffine(0.0, scale=SCALE, p=1.0)]
+        moved = [K.RandomCrop((28, 28), padding=2), *turned]
     else:
         moved = [K.RandomCrop((32, 32), padding=4), K.RandomHorizontalFlip()]
-        chain = nn.Sequential(*moved, K.RandomErasing(**ERASING), normalize)
+    chain = nn.Sequential(*moved, K.RandomErasing(**ERASING[recipe]), normalize)
     return lambda x: chain(x.float().div_(255))
 
 

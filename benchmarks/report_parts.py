@@ -149,7 +149,9 @@ def data(records: list[Record]) -> list[str]:
     return [
         "### Data",
         "",
-        f"Augmentation on the device, as a share of a copy's bandwidth: {', '.join(shares)}.",
+        f"Augmentation on the device, as a share of a copy's bandwidth: {', '.join(shares)}. Back "
+        "to back (b2b), Python launches each batch; in a graph, as `TrainStep` has it, it doesn't. "
+        "torchvision's transforms draw on the host and can't be captured.",
         "",
         *table(["what", SPREAD, "images/s", "time over ours"], rows),
         "",
@@ -177,7 +179,9 @@ def recipe(records: list[Record]) -> list[str]:
         )
     return [
         "The recipe of `examples/mnist_recipe.py`, with validation after each epoch, and the same "
-        f"as plain PyTorch has it, on {taken['images']:,} images:",
+        f"as plain PyTorch has it, on {taken['images']:,} images. Both erase with grey, as black "
+        "is the background. Epochs/s leave out the first two epochs, which compile, capture and start "
+        "workers.",
         "",
         *table(["", "trainings", "epochs/s, median", "% right at the end, mean"], rows),
         "",

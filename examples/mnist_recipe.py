@@ -7,6 +7,7 @@ import statistics
 import sys
 import time
 from dataclasses import asdict, dataclass, field
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 
@@ -185,6 +186,16 @@ def arguments() -> argparse.Namespace:
     args = parser.parse_args()
     if min(args.epochs, args.native_epochs, args.seeds, args.batch) < 1 or args.workers < 0:
         parser.error("--epochs, --native-epochs, --seeds and --batch must be at least 1.")
+    if args.seed < 0:
+        parser.error(f"--seed must not be negative, got {args.seed}.")
+    # Found now, not after the training.
+    for path in filter(None, (args.plot, args.json)):
+        if not path.absolute().parent.is_dir():
+            parser.error(f"{path}: there is no folder {path.absolute().parent}.")
+    if args.plot and find_spec("matplotlib") is None:
+        parser.error("--plot needs matplotlib: `pip install matplotlib`, or the `plot` extra.")
+    if args.plot and args.plot.suffix.lower() != ".png":
+        parser.error(f"--plot writes a PNG; {args.plot} must end with .png.")
     if args.device == "auto":
         args.device = "cuda" if torch.cuda.is_available() else "cpu"
     if args.device == "cuda" and not torch.cuda.is_available():
@@ -286,16 +297,13 @@ def main() -> None:
     console = Console()
     runs = train(args, console)
     report(runs, args, console)
-    if args.plot:
-        try:
-            plot(runs, args.plot)
-        except ImportError:
-            sys.exit("--plot needs matplotlib: `pip install matplotlib`, or the `plot` extra.")
     if args.json:
         kept = ("backend", "epochs", "batch", "device", "workers", "precision", "compile")
         settings = {k: getattr(args, k) for k in kept} | {"images": len(args.sets[0])}
         speeds = [{**asdict(r), "epochs_per_second": r.epochs_per_second} for r in runs]
         args.json.write_text(json.dumps({"settings": settings, "runs": speeds}, indent=1) + "\n")
+    if args.plot:
+        plot(runs, args.plot)
 
 
 if __name__ == "__main__":

@@ -104,6 +104,27 @@ def test_ranks_share_one_order(world_size, drop_last, device):
         assert found == (common + common)[: len(found)] and 0 <= len(found) - n < world_size
 
 
+def test_augmented_images_do_not_depend_on_ranks_or_batches(device):
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randint(256, (23, 3, 8, 8), generator=generator, dtype=torch.uint8)
+    data = DeviceDataset(images, torch.arange(23), device=device)
+    transforms = (RandomCrop(8, padding=2), RandomHorizontalFlip(), Normalize(0.5, 0.25))
+
+    def of_all_ranks(batch_size, world_size):
+        found = {}
+        for rank in range(world_size):
+            loader = DeviceLoader(
+                data, batch_size, seed=5, transforms=transforms, rank=rank, world_size=world_size
+            )
+            for x, y in loader:
+                found |= dict(zip(y.tolist(), x.cpu(), strict=True))
+        return torch.stack([found[label] for label in range(23)])
+
+    alone = of_all_ranks(23, 1)
+    for batch_size, world_size in ((4, 1), (4, 2), (3, 3), (1, 8)):
+        assert torch.equal(of_all_ranks(batch_size, world_size), alone)
+
+
 def test_drop_last(device):
     loader = DeviceLoader(dataset_of(10, device), 4, drop_last=True)
     assert [len(y) for _, y in loader] == [4, 4]

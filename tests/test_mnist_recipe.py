@@ -4,6 +4,7 @@ import importlib.util
 import json
 import struct
 import sys
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -101,15 +102,62 @@ def test_on_a_cpu_each_epoch_is_read_before_the_next(folder, monkeypatch):
     assert seen == [(1, 6), (2, 12), (3, 18)] and len(run.accuracy) == 3
 
 
+class Stop(Exception):
+    pass
+
+
+def test_the_recipe_is_the_one_it_is_named_after(folder, monkeypatch):
+    """784-1024-512-256-10, Kaiming uniform by fan-in, zero biases that don't decay, five epochs of
+    warm-up, then a cosine by epoch down to 1e-6."""
+    module, seen = recipe(), {}
+
+    def step(loss_fn, optimizer, **options):
+        seen.update(options, optimizer=optimizer)
+        raise Stop
+
+    monkeypatch.setattr(tr, "TrainStep", step)
+    sets = [DeviceDataset.from_mnist(folder, train=part) for part in (True, False)]
+    args = SimpleNamespace(device="cpu", precision="fp16", batch=200, compile=False, sets=sets)
+    with pytest.raises(Stop):
+        module.train_ours(args, 0, 100, lambda run: None)
+    decayed, others = seen["optimizer"].param_groups
+    assert (decayed["weight_decay"], others["weight_decay"]) == (1e-4, 0)
+    assert [tuple(w.shape) for w in decayed["params"]] == [
+        *((1024, 784), (512, 1024), (256, 512), (10, 256))
+    ]
+    for weight in decayed["params"]:
+        bound = (6 / weight.shape[1]) ** 0.5
+        assert 0.99 * bound < weight.abs().max() <= bound
+    assert all(bias.count_nonzero() == 0 for bias in others["params"])
+    transforms = seen["data"].transforms
+    assert [type(t).__name__ for t in transforms] == [
+        *("Pad", "RandomCrop", "RandomRotation", "RandomScale", "RandomErasing", "Normalize"),
+        "ToFloat",
+    ]
+    assert transforms[2].degrees == (-20, 20) and transforms[3].scale == (0.8, 1.2)
+    assert transforms[4].p == 0.5 and transforms[6].dtype == torch.float16
+    schedule = module.schedule(steps_per_epoch=3, epochs=100)
+    by_epoch = [schedule(3 * epoch) for epoch in range(100)]
+    assert by_epoch[:6] == pytest.approx([1e-3 * (i + 1) / 6 for i in range(6)])
+    assert by_epoch[99] == pytest.approx(1e-6) and schedule(299) == by_epoch[99]
+    assert all(a > b for a, b in pairwise(by_epoch[5:]))
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [
         (("--epochs", 0), "must be at least 1"),
         (("--data", "nowhere"), "nowhere"),
         (("--batch", -1), "must be at least 1"),
+        (("--seed", -1), "--seed must not be negative, got -1"),
+        (("--json", "nowhere/x.json"), "nowhere/x.json: there is no folder"),
+        (("--plot", "nowhere/x.png"), "nowhere/x.png: there is no folder"),
+        (("--plot", "x.xyz"), "x.xyz must end with .png"),
     ],
 )
 def test_bad_arguments(arguments, message, monkeypatch, capsys):
+    """Each before anything is trained."""
+    monkeypatch.setattr(tr, "TrainStep", None)
     with pytest.raises(SystemExit):
         run(monkeypatch, "--device", "cpu", *arguments)
     assert message in capsys.readouterr().err

@@ -119,7 +119,7 @@ def test_recipe_has_each_backends_trainings():
     taken["native"] = [run(0.25, 0.5)]
     record = {"environment": ENVIRONMENT, "cases": {"mnist": taken}}
     text = "\n".join(report_parts.recipe([record]))
-    assert "on 60,000 images:" in text and "`python benchmarks/bench_x.py`" in text
+    assert "on 60,000 images." in text and "`python benchmarks/bench_x.py`" in text
     assert (
         "| ours | 2 of 2 epochs | 42.00 (40.00 to 44.00) | 98.00 (97.00 to 99.00) |\n"
         "| native | 1 of 1 epochs | 0.25 (0.25 to 0.25) | 50.00 (50.00 to 50.00) |" in text

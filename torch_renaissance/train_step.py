@@ -54,8 +54,8 @@ class TrainStep:
             stay eager where they differ.
         strict: raise a `tr.CaptureError` instead of falling back.
         data: a `tr.data.DeviceLoader`, from which `step()` then draws its batches, epoch after
-            epoch. Drawing is part of the graph: nothing is copied, and a replay draws the next
-            batch beside its own work.
+            epoch. Drawing is part of the graph: the host copies nothing, and a replay draws the
+            next batch beside its own work.
 
     Raises:
         TypeError, ValueError: for arguments that don't fit, or that exclude each other.

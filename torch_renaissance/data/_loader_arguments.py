@@ -23,6 +23,8 @@ def count(name: str, value: int) -> int:
     value = whole(name, value)
     if value < 1:
         raise ValueError(f"{_WHO}: {name} must be at least 1, got {value}")
+    if value >= 2**31:
+        raise ValueError(f"{_WHO}: {name} must be less than 2**31, got {value}")
     return value
 
 
@@ -41,9 +43,13 @@ def epoch(name: str, value: int) -> int:
 
 
 def subset(indices: Tensor | Sequence[int], n: int, device: torch.device) -> Tensor:
-    found = torch.as_tensor(indices)
+    try:
+        found = torch.as_tensor(indices)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(f"{_WHO}: indices must be ints of shape (n,): {error}") from error
     found = found if found.numel() else found.long()  # an empty list has no dtype
-    if found.dim() != 1 or found.is_floating_point() or found.dtype == torch.bool:
+    ints = not (found.is_floating_point() or found.is_complex() or found.dtype == torch.bool)
+    if found.dim() != 1 or not ints:
         raise ValueError(
             f"{_WHO}: indices must be ints of shape (n,), got {str(found.dtype)[6:]} of shape "
             f"{list(found.shape)}"

@@ -6,12 +6,14 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterable
 from functools import lru_cache, singledispatchmethod
+from numbers import Integral
 
 import torch
 
 from . import transforms as t
 
 _MAX_STEPS, _MAX_SAMPLINGS, _CHANNELS = 12, 3, 4
+_MAX_SIDE, _MAX_SIZE = 2**20, 2**30  # pixels, and values of an image
 _OUTPUTS = (torch.uint8, torch.float32, torch.float16, torch.bfloat16)
 _PADDING_MODES = ("constant", "edge", "reflect")
 _JITTERS = {"brightness": 1.0, "contrast": 1.0, "saturation": 1.0, "hue": 0.0}
@@ -56,8 +58,12 @@ class Program:
         self.transforms = listed(transforms)
         if channels not in (1, 3, 4):
             raise ValueError(f"Program: images must have 1, 3 or 4 channels, got {channels}")
+        for name, side in (("height", height), ("width", width)):
+            if not isinstance(side, Integral):
+                raise TypeError(f"Program: {name} must be an int, got {side!r}")
         if not (height >= 1 and width >= 1):
             raise ValueError(f"Program: images must not be empty, got {height} x {width}")
+        check_size("the images given", channels, height, width)
         compiler = _Compiler(channels, height, width)
         for position, transform in enumerate(self.transforms):
             compiler.add(position, transform)
@@ -67,10 +73,24 @@ class Program:
         self.memory_format = torch.channels_last if channels_last else torch.contiguous_format
         self.ints = compiler.ints(self.input_shape, bool(channels_last))
         self.values = compiler.values()
+        beyond = [v for v in self.values if not abs(v) <= torch.finfo(torch.float32).max]
+        if beyond:
+            raise ValueError(
+                "Program: fill, value, mean and 1 / std must be what float32 holds, but "
+                f"{beyond[0]} came of {list(self.transforms)}"
+            )
         self.positions = [step[1] for step in compiler.steps]
 
     def __repr__(self):
         return f"Program({list(self.transforms)}, {', '.join(map(str, self.input_shape))})"
+
+
+def check_size(what: str, channels: int, height: int, width: int) -> None:
+    if max(height, width) > _MAX_SIDE or channels * height * width > _MAX_SIZE:
+        raise ValueError(
+            f"Program: {what} are {channels} x {height} x {width}, but a side has up to 2^20 "
+            "pixels and an image up to 2^30 values"
+        )
 
 
 Transforms = t.Transform | Iterable[t.Transform] | Program
@@ -136,7 +156,9 @@ class _Compiler:
             raise ValueError(
                 f"Program: at most {_MAX_STEPS} steps fit one kernel; leave some transforms out"
             )
-        self.height, self.width = height or self.height, width or self.width
+        height, width = height or self.height, width or self.width
+        check_size(f"images after {kind.name}", self.channels, height, width)
+        self.height, self.width = height, width
         self.steps.append([int(kind), position, self.height, self.width, top, left, mode])
         self.step_values.append([*map(float, values), *[0.0] * (8 - len(values))])
 

@@ -75,13 +75,15 @@ class DeviceDataset:
         self.num_classes = num_classes
         images = _as_nchw(_as_tensor("images", images), layout)
         labels = _as_tensor("labels", labels)
+        if labels.layout != torch.strided:
+            raise TypeError(f"{_WHO}: labels must be dense, got {labels.layout}; use .to_dense()")
         if labels.dim() == 0 or len(labels) != len(images):
             raise ValueError(
                 f"{_WHO}: there are {len(images)} images, but labels have shape "
                 f"{list(labels.shape)}; their first dimension must be {len(images)}"
             )
         check_labels(_WHO, labels, num_classes)
-        device = images.device if device is None else _indexed(torch.device(device))
+        device = images.device if device is None else _indexed(device)
         dense = _is_dense(images)
         new = 0 if dense and images.device == device else images.nbytes
         new += 0 if labels.is_contiguous() and labels.device == device else labels.nbytes
@@ -106,7 +108,7 @@ class DeviceDataset:
         Raises:
             RuntimeError: where it doesn't fit; nothing has been copied then.
         """
-        if _indexed(torch.device(device)) == self.device:
+        if _indexed(device) == self.device:
             return self
         return type(self)(
             self.images,
@@ -146,8 +148,11 @@ class DeviceDataset:
         )
 
 
-def _indexed(device: torch.device) -> torch.device:
+def _indexed(device: torch.device | str) -> torch.device:
     """With the number that a tensor's device has."""
+    device = torch.device(device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise RuntimeError(f"{_WHO}: device is {device}, but PyTorch finds no GPU here")
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return device
@@ -180,6 +185,10 @@ def _is_dense(images: Tensor) -> bool:
 
 def _as_nchw(images: Tensor, layout: str | None) -> Tensor:
     """Checked, as a view."""
+    if images.layout != torch.strided:
+        raise TypeError(
+            f"{_WHO}: images must be dense, got {images.layout}; .to_dense() makes them"
+        )
     if layout not in (None, "NCHW", "NHWC"):
         raise ValueError(f"{_WHO}: layout must be 'NCHW' or 'NHWC', got {layout!r}")
     if images.dtype != torch.uint8:

@@ -16,6 +16,7 @@ from typing import BinaryIO
 import torch
 from torch import Tensor
 
+from ..lr._checks import check_count
 from ._limits import check_labels
 
 _DTYPES = {
@@ -85,7 +86,7 @@ def _read(path: Path, file: BinaryIO) -> Tensor:
 def read_pair(
     images: str | os.PathLike, labels: str | os.PathLike, num_classes: int | None
 ) -> tuple[Tensor, Tensor]:
-    """Images (N, H, W) or (N, C, H, W) of uint8, and labels of N; int64 if they are integers.
+    """Images (N, H, W) or (N, C, H, W) of uint8, and labels (N), int64 if they are integers.
 
     Raises:
         OSError, ValueError: as `read_idx`, and where the files hold something else.
@@ -95,6 +96,11 @@ def read_pair(
         raise ValueError(
             f"{images} holds {str(pixels.dtype).removeprefix('torch.')} of shape "
             f"{list(pixels.shape)}, expected images: uint8 of shape [N, H, W] or [N, C, H, W]"
+        )
+    if classes.dim() != 1:
+        raise ValueError(
+            f"{labels} holds values of shape {list(classes.shape)}, expected labels of shape [N]; "
+            "is it a file of images?"
         )
     if len(pixels) != len(classes):
         raise ValueError(
@@ -117,6 +123,8 @@ def from_idx(cls, images, labels, *, device=None, num_classes=None):
         ValueError: naming the file that is damaged or holds something else.
         Whatever DeviceDataset raises.
     """
+    if num_classes is not None:
+        check_count("from_idx", "num_classes", num_classes)
     pixels, classes = read_pair(images, labels, num_classes)
     return cls(pixels, classes, device=device, layout="NCHW", num_classes=num_classes)
 
@@ -135,11 +143,11 @@ def from_mnist(cls, root, train=True, *, device=None):
         OSError, ValueError: as `from_idx`.
     """
     part = "train" if train else "t10k"
-    pixels, classes = read_pair(
-        _find(Path(root), f"{part}-images-idx3-ubyte"),
-        _find(Path(root), f"{part}-labels-idx1-ubyte"),
-        10,
-    )
+    images = _find(Path(root), f"{part}-images-idx3-ubyte")
+    labels = _find(Path(root), f"{part}-labels-idx1-ubyte")
+    pixels, classes = read_pair(images, labels, 10)
+    if classes.dtype != torch.int64:
+        raise ValueError(f"{labels} holds {str(classes.dtype)[6:]}, expected classes from 0 to 9")
     return cls(pixels, classes, device=device, layout="NCHW", num_classes=10)
 
 
