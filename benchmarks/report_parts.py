@@ -180,7 +180,7 @@ def recipe(records: list[Record]) -> list[str]:
     return [
         "The recipe of `examples/mnist_recipe.py`, with validation after each epoch, and the same "
         f"as plain PyTorch has it, on {taken['images']:,} images. Both erase with grey, as black "
-        "is the background. Epochs/s leave out the first two epochs, which compile, capture and start "
+        "is the background. Epochs/s leave out the first two, which compile, capture and start "
         "workers.",
         "",
         *table(["", "trainings", "epochs/s, median", "% right at the end, mean"], rows),
