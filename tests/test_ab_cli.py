@@ -62,7 +62,7 @@ def test_own_model_in_all_forms(own, tmp_path, capsys):
     )
     out, err = capsys.readouterr()
     assert status == 0 and err == ""
-    assert out.startswith("own_models:small, adamw, batch 6: 10 parameters, fp32, on ")
+    assert out.startswith("own_models:small(batch=6): 10 parameters, fp32, on ")
     result = AbResult.from_json(files["json"].read_text())
     assert [row.name for row in result.rows] == ["eager", "accelerate", "TrainStep"]
     assert result.advice in json.loads(files["json"].read_text())["advice"]
@@ -127,7 +127,7 @@ def test_all_variants_by_one_word(own, monkeypatch):
     "words, message",
     [
         (["--model", "resnet5O"], "; did you mean resnet50 or "),
-        (["--model", "mpl"], "did you mean mlp"),
+        (["--model", "mpl"], "module:function for your own; did you mean mlp?\n"),
         (
             ["--model", "mlp", "--optimizer", "adamv"],
             "no optimizer 'adamv' in torch.optim; did you",

@@ -7,6 +7,7 @@ from .report import AbResult, Row
 from .variants import SIMPLEST
 
 LITTLE = 1.05  # below, a change of the training loop isn't worth its while
+MORE = "more steps or a larger budget would tell"
 LAUNCH_BOUND = 1.25  # time of an eager step over the device's own work in it
 PARTLY = 1.10  # below this the graph gives so little that launches aren't what bounds the step
 FUSING = 1.10  # what fewer passes over memory give, once launches are out of the way
@@ -25,19 +26,28 @@ def advise(result: AbResult) -> str:
     if len(good) == 1:
         return f"Only {good[0].name} was measured; there is nothing to compare it with." + left
     base = good[0]
-    best = max(good[1:], key=lambda row: row.ratio.median)
-    if best.ratio.median < LITTLE:
-        text = f"There is little to gain here: {_compared(best, base)}. Keep {base.name}."
-    elif best.ratio.median - 1 <= best.ratio.spread:
-        text = (
-            f"No gain can be told from the spread here: {_compared(best, base)}. Keep {base.name}, "
-            "or measure again on a quieter machine."
-        )
-    else:
-        chosen = _simplest(good[1:], best)
+    fastest = max(good[1:], key=lambda row: row.ratio.median)
+    gaining = [row for row in good[1:] if row.ratio.median >= LITTLE and not _doubt(row)]
+    if gaining:
+        best = max(gaining, key=lambda row: row.ratio.median)
+        chosen = _simplest(gaining, best)
         text = f"Use {chosen.name}: {_compared(chosen, base)}."
         if chosen is not best:
             text += f" {best.name} is no faster beyond the spread."
+        if fastest is not best:
+            text += f" Not considered: {_compared(fastest, base)}{_doubt(fastest)}; {MORE}."
+    elif fastest.ratio.median < LITTLE:
+        text = f"There is little to gain here: {_compared(fastest, base)}. Keep {base.name}."
+    elif fastest.ratio.median - 1 <= fastest.ratio.spread:
+        text = (
+            f"No gain can be told from the spread here: {_compared(fastest, base)}. Keep "
+            f"{base.name}, or measure again on a quieter machine."
+        )
+    else:
+        text = (
+            f"No gain can be told from this run: {_compared(fastest, base)}{_doubt(fastest)}. Keep "
+            f"{base.name}; {MORE}."
+        )
     return f"{text} {why(result)}{left}"
 
 
@@ -56,6 +66,19 @@ def _simplest(rows: list[Row], best: Row) -> Row:
     near = [r for r in rows if r.ratio.median >= best.ratio.median - best.ratio.spread]
     order = {name: i for i, name in enumerate(SIMPLEST)}
     return min(near, key=lambda row: order.get(row.name, len(order)))
+
+
+def _doubt(row: Row) -> str:
+    """Why a gain may be chance, as the end of a sentence, or nothing."""
+    ratio, gain = row.ratio, row.ratio.median - 1
+    if gain <= ratio.spread:
+        return ", which may be chance"
+    if ratio.samples < 2:
+        return ", but in a single turn, which nothing confirms"
+    if len(row.halves) == 2 and abs(row.halves[0] - row.halves[1]) >= gain:
+        first, second = row.halves
+        return f", but {first:.2f} in the first half of the turns and {second:.2f} in the second"
+    return ""
 
 
 def _compared(row: Row, base: Row) -> str:

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import torch
 
-from .models import OPTIMIZERS, Options, workload
+from .draw import check_format
+from .models import OPTIMIZERS, Options, title_of, workload
+from .own_model import whose
 from .run import BUDGETS, ab_test
 from .setting import DTYPES
 from .variants import VARIANTS
@@ -17,7 +19,8 @@ from .variants import VARIANTS
 DESCRIPTION = """\
 Times a training step natively and accelerated, after checking that all variants compute the same.
 It ends with advice. Exit status: 0; 1 where a variant computes something else or none could be
-measured; 2 for arguments that don't fit; 130 after Ctrl-C, with what was measured until then."""
+measured; 2 for arguments that don't fit or a module:function that raises; 130 after Ctrl-C, with
+what was measured until then."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -62,8 +65,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     try:
         result = _run(args)
-    except (TypeError, ValueError) as error:
-        print(f"ab: {error}", file=sys.stderr)
+    except Exception as error:
+        theirs = whose(error)
+        if not theirs and not isinstance(error, (ImportError, TypeError, ValueError)):
+            raise
+        print(f"ab: {theirs or error}", file=sys.stderr)
         return 2
     print(result, flush=True)
     status = 0 if any(row.measured for row in result.rows) else 1
@@ -87,6 +93,8 @@ def _run(args: argparse.Namespace):
             raise ValueError(f"there is no directory {path.parent} to write {path.name} into")
         if path is not None and path.is_dir():
             raise ValueError(f"{path} is a directory; name a file")
+    if args.plot is not None:
+        check_format(args.plot)
     if args.threads is not None:
         torch.set_num_threads(args.threads)
     variants = args.variants and [name.strip() for name in args.variants.split(",")]
@@ -103,7 +111,7 @@ def _run(args: argparse.Namespace):
         device=device,
         budget=args.budget,
         seed=args.seed,
-        title=f"{args.model}, {args.optimizer}, batch {args.batch}",
+        title=title_of(args.model, args.optimizer, options),
         progress=not args.quiet,
     )
 

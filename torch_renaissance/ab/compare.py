@@ -23,7 +23,9 @@ SHARE_OF_CHECK = 0.08  # of the budget, for the first steps of native eager
 SHARE_OF_TIMING = 0.35  # what compiling leaves of the budget
 ROUNDS = {"cpu": 100, "cuda": 60}  # many and short: then neighbours share the machine's moods
 MOST_SECONDS = {"cpu": 10.0, "cuda": 4.0}  # of timing one variant
-COMPILE_SECONDS = {"cpu": 90.0, "cuda": 40.0}  # expected, until one has been compiled
+# Expected until one has been compiled: the first kernel, and more for each module. On two busy CPU
+# cores it took 31 s for the 8 modules of `mlp` (15 s when they were idle), 100 s for resnet18's 68.
+COMPILE_SECONDS = {"cpu": (25.0, 1.5), "cuda": (40.0, 0.0)}
 AUTOTUNING = 4  # times as long as compiling
 
 
@@ -31,6 +33,7 @@ class Comparison:
     def __init__(
         self,
         setting: Setting,
+        modules: int,
         batches: list[tuple],
         named: dict[str, Maker],
         asked: set[str],
@@ -47,7 +50,9 @@ class Comparison:
         self.together = True  # whether memory holds all variants at once
         self.judge: Judge | None = None
         self.check_steps = MOST_STEPS
-        self.compile_s: float | None = None
+        first, more = COMPILE_SECONDS[self.device.type]
+        self.compile_guess = first + more * modules
+        self.compile_s: float | None = None  # once there has been one
         self.step_s: dict[str, float] = {}
         self.samples: dict[str, Samples] = {}
 
@@ -110,15 +115,17 @@ class Comparison:
         expected = self.check_steps * step  # seconds
         timing = LEAST_ROUNDS * step * (len(self.alive) + 1)
         if name in COMPILED:
-            unit = self.compile_s or COMPILE_SECONDS[self.device.type]
+            unit = self.compile_s or self.compile_guess
             expected += unit * (AUTOTUNING if name == AUTOTUNED else 1)
             timing = max(timing, SHARE_OF_TIMING * self.budget)
-        if expected + timing <= self.budget - (time.perf_counter() - self.begin):
+        left = self.budget - (time.perf_counter() - self.begin)
+        if expected + timing <= left:
             return ""
         what = "compiling" if name in COMPILED else "its first steps"
         return (
-            f"{what} may take {expected:.0f} s, for which a budget of {self.budget:.0f} s has no "
-            "room left; name the variant or raise the budget to have it"
+            f"{what} may take {_about(expected)} and timing {_about(timing)}, which is more than "
+            f"the {_about(max(0.0, left))} left of a budget of {_about(self.budget)}; name the "
+            "variant or raise the budget to have it"
         )
 
     def _start(self, name: str) -> None:
@@ -275,6 +282,10 @@ def _urgency(name: str) -> tuple[bool, bool, int]:
     first = ("TrainStep", "accelerate", "eager fused")
     rank = first.index(name) if name in first else len(first)
     return name == AUTOTUNED, name in COMPILED, rank
+
+
+def _about(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.2g} s"
 
 
 def draws_its_own(name: str) -> bool:

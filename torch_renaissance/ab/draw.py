@@ -8,8 +8,25 @@ from pathlib import Path
 from .report import AbResult, title_of
 
 
-def draw(result: AbResult, path: str | Path) -> None:
-    """See `AbResult.plot`."""
+def check_format(path: str | Path) -> None:
+    """Before there is anything to draw.
+
+    Raises:
+        ImportError: without matplotlib.
+        ValueError: for a suffix of which it knows no format.
+    """
+    _, canvas = _matplotlib()
+    known = canvas.get_supported_filetypes()
+    suffix = Path(path).suffix[1:]
+    if suffix and suffix.lower() not in known:
+        raise ValueError(
+            f"matplotlib can't write .{suffix}, of {Path(path).name}; it writes "
+            f"{', '.join(sorted(known))}"
+        )
+
+
+def _matplotlib() -> tuple[type, type]:
+    """Its figure, and its canvas without a display."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -18,6 +35,12 @@ def draw(result: AbResult, path: str | Path) -> None:
             "AbResult.plot needs matplotlib: `pip install matplotlib`, or install "
             "torch_renaissance with its extra `plot`; `to_html` draws without it"
         ) from error
+    return Figure, FigureCanvasAgg
+
+
+def draw(result: AbResult, path: str | Path) -> None:
+    """See `AbResult.plot`."""
+    Figure, FigureCanvasAgg = _matplotlib()
     rows = [row for row in result.rows if row.ratio is not None][::-1]
     figure = Figure(figsize=(8, 1.2 + 0.4 * max(1, len(rows))), layout="constrained")
     FigureCanvasAgg(figure)

@@ -4,11 +4,8 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import inspect
-import os
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
@@ -19,12 +16,19 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .gpt2 import CONTEXT, GPT2, VOCABULARY
+from .near import near
+from .own_model import call_as_text, own
 
 # Learning rates are low, so that rounding grows slowly in the steps that are compared.
 OPTIMIZERS = {
     "sgd": (torch.optim.SGD, {"lr": 1e-3, "momentum": 0.9, "weight_decay": 1e-4}),
     "adam": (torch.optim.Adam, {"lr": 1e-4}),
     "adamw": (torch.optim.AdamW, {"lr": 1e-4, "weight_decay": 0.01}),
+}
+UNFIT = {
+    "lbfgs": "its step evaluates the loss several times, through a closure",
+    "muon": "it takes matrices alone, and there are biases or norms beside them",
+    "sparseadam": "it takes sparse gradients alone, and these are dense",
 }
 CLASSES = 1000
 MLP = (784, 1024, 512, 256, 10)
@@ -61,12 +65,13 @@ def workload(name: str, optimizer: str = "adamw", options: Options | None = None
         optimizer: "sgd", "adam", "adamw", or another class of `torch.optim` with its defaults.
 
     Raises:
-        ValueError: for a name that isn't known, with the nearest ones, or an option out of range.
+        ValueError: for a name that isn't known, with the nearest ones, an option out of range, or
+            an optimizer that can't train a model by name.
     """
     options = options or Options()
     _check(options)
     if ":" in name:
-        return _own(name, optimizer, options)
+        return Workload(*own(name, _given(optimizer, options)))
     make_optimizer = optimizer_named(optimizer)
     if name == "mlp":
         return Workload(mlp, make_optimizer, classification_loss, _flat(options))
@@ -74,6 +79,17 @@ def workload(name: str, optimizer: str = "adamw", options: Options | None = None
         return Workload(GPT2, make_optimizer, next_token_loss, _tokens(options))
     make_model, side = _image_model(name, options)
     return Workload(make_model, make_optimizer, classification_loss, _images(options, side))
+
+
+def title_of(name: str, optimizer: str, options: Options) -> str:
+    """What `workload` makes of the same arguments."""
+    if ":" in name:
+        return call_as_text(name, _given(optimizer, options))
+    return f"{name}, {optimizer}, batch {options.batch}"
+
+
+def _given(optimizer: str, options: Options) -> dict:
+    return {"batch": options.batch, "optimizer": optimizer}
 
 
 def optimizer_named(name: str) -> Callable[[nn.Module], torch.optim.Optimizer]:
@@ -86,13 +102,12 @@ def optimizer_named(name: str) -> Callable[[nn.Module], torch.optim.Optimizer]:
     kind, arguments = OPTIMIZERS.get(name.lower(), (known.get(name.lower()), {}))
     if kind is None:
         raise ValueError(f"there is no optimizer {name!r} in torch.optim{near(name, known)}")
+    if name.lower() in UNFIT:
+        raise ValueError(
+            f"torch.optim.{kind.__name__} can't train a model by name here: {UNFIT[name.lower()]}; "
+            "choose another optimizer"
+        )
     return lambda model: kind(model.parameters(), **arguments)
-
-
-def near(name: str, known) -> str:
-    """A question that names what was probably meant, or nothing."""
-    found = difflib.get_close_matches(name.lower(), list(known), n=3, cutoff=0.5)
-    return f"; did you mean {' or '.join(found)}?" if found else ""
 
 
 # --- models ---------------------------------------------------------------------------------------
@@ -135,8 +150,8 @@ def _image_model(name: str, options: Options) -> tuple[Callable[[], nn.Module], 
         without = [p for p, m in (("torchvision", torchvision), ("timm", timm)) if m is None]
         hint = f" ({' and '.join(without)} not installed)" if without else ""
         raise ValueError(
-            f"there is no model {name!r}{hint}{near(name, known)}; known are mlp, gpt2, the "
-            "classification models of torchvision and timm, and module:function for your own"
+            f"there is no model {name!r}{hint}; known are mlp, gpt2, the classification models of "
+            f"torchvision and timm, and module:function for your own{near(name, known)}"
         )
 
     def make_model() -> nn.Module:
@@ -151,35 +166,6 @@ def _module(name: str):
         return importlib.import_module(name)
     except ImportError:
         return None
-
-
-def _own(name: str, optimizer: str, options: Options) -> Workload:
-    module_name, _, function_name = name.partition(":")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name != module_name.split(".")[0] and error.name != module_name:
-            raise
-        raise ValueError(
-            f"there is no module {module_name!r} to import, of {name!r}; start in its directory or "
-            "set PYTHONPATH"
-        ) from error
-    function = getattr(module, function_name, None)
-    if not callable(function):
-        suggestion = near(function_name, vars(module))
-        raise ValueError(f"{module_name} has no function {function_name!r}{suggestion}")
-    wanted = inspect.signature(function).parameters
-    given = {"batch": options.batch, "optimizer": optimizer}
-    found = function(**{k: v for k, v in given.items() if k in wanted})
-    if not isinstance(found, tuple) or len(found) != 4:
-        raise ValueError(
-            f"{name} must return (make_model, make_optimizer, loss_fn, batch), as ab_test takes "
-            f"them, got {type(found).__name__}"
-            + (f" of {len(found)}" if isinstance(found, tuple) else "")
-        )
-    return Workload(*found)
 
 
 # --- batches --------------------------------------------------------------------------------------

@@ -102,8 +102,11 @@ def ab_test(
             setting = replace(setting, rounding=rounding_of(setting, model))
             size = sum(p.numel() for p in model.parameters())
             result = AbResult(title, device.type, precision, size, notes=disturbed)
+            modules = sum(1 for _ in model.modules())
             del model
-            comparison = Comparison(setting, batches, named, asked, budget, begin, steps, shown)
+            comparison = Comparison(
+                setting, modules, batches, named, asked, budget, begin, steps, shown
+            )
             comparison.fill(result)
     finally:
         shown.close()

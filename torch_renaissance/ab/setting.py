@@ -155,6 +155,12 @@ def _check_optimizer(optimizer: object) -> None:
             "ab_test: make_optimizer must return one of torch.optim's, which is what is compared "
             "with; the variants that need ours make it from that"
         )
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is closure.empty:
+        raise TypeError(
+            f"ab_test: make_optimizer returned {type(optimizer).__name__}, whose step needs a "
+            "closure; the steps compared here compute the loss once and call optimizer.step()"
+        )
     if optimizer.state:
         raise ValueError(
             "ab_test: make_optimizer returned an optimizer that has taken steps; each variant "
