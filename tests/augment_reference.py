@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# What test_augment.py compares with: torchvision's functions, given what a sample has drawn, and
+# What augmentation is compared with: torchvision's functions, given what a sample has drawn, and
 # the composed map as one grid_sample in float64.
 
 import math

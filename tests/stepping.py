@@ -1,9 +1,13 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# What the tests of TrainStep share: the loop that it stands for, and `Twins`, which trains a model
-# by that loop and its copy by a TrainStep.
+# What the tests of TrainStep share: batches, the loop that it stands for, and `Twins`, which
+# trains a model by that loop and its copy by a TrainStep.
+
+import warnings
+from contextlib import contextmanager
 
 import pytest
 import torch
+import torch.nn.functional as F
 from testing import Optimizer, bounds, pair, same, same_state
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
@@ -17,12 +21,14 @@ NESTEROV = Optimizer(
 )
 ADAMW = Optimizer(torch.optim.AdamW, tr.optim.AdamW, {"lr": 0.01, "weight_decay": 0.1})
 BOTH = [NESTEROV, ADAMW]
+each_row = pytest.mark.parametrize("row", BOTH, ids=lambda row: row.native.__name__)
 
 # So that no silent fall-back passes for a replay. (A colon would end the pattern.)
 no_fallback = pytest.mark.filterwarnings(
     "error:TrainStep runs eagerly", "ignore:TrainStep runs eagerly. the parameters are on the CPU"
 )
 WARMUP = 3  # TrainStep's default
+NEVER = 10**9  # a warm-up that doesn't end
 
 
 def noise(seed, *shape, device="cpu", dtype=torch.float64):
@@ -40,6 +46,27 @@ def mean_square(model):
     """A loss function of `model` for inputs of any dtype."""
     dtype = next(model.parameters()).dtype
     return lambda x: model(x.to(dtype)).pow(2).mean()
+
+
+def fit(model):
+    return lambda x: F.mse_loss(model(x), x.sum(1, keepdim=True).sin())
+
+
+def classify_images(model):
+    return lambda x, y: F.cross_entropy(model(x).mean((2, 3)), y)
+
+
+def vectors(i):
+    return (noise(i, 16, 4),)
+
+
+def images(i):
+    return noise(i, 6, 3, 8, 8), noise(i, 6).gt(0).long()
+
+
+def on(device, batch):
+    """Moved as it is, with its strides."""
+    return pytree.tree_map(lambda x: x.to(device) if isinstance(x, torch.Tensor) else x, batch)
 
 
 def by_hand(loss_fn, optimizer):
@@ -124,3 +151,28 @@ class Twins:
         """Equal models, and equal state of their optimizers."""
         same(*self.models)
         same_state(*self.optimizers)
+
+
+def captured_twins(make, row, loss_of, device, batches, **options):
+    """Twins with a graph that has been replayed."""
+    twins = Twins(make, row, loss_of, device, **options)
+    twins.run(batches[: WARMUP + 3])
+    twins.check_replays(*[False] * WARMUP, True, True, True)
+    return twins
+
+
+def graphs(twins):
+    return len(twins.step.explain().graphs)
+
+
+@contextmanager
+def fallbacks(device):
+    """Collects the warnings of falling back; of the CPU's there may be one."""
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        messages = []
+        yield messages
+    messages += [str(w.message) for w in found if "runs eagerly" in str(w.message)]
+    if device != "cuda":
+        assert all("are on the CPU" in m for m in messages) and len(messages) <= 1
+        messages.clear()

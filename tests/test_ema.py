@@ -1,36 +1,29 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# ema_decay and tr.Ema against torch.optim.swa_utils.AveragedModel with get_ema_multi_avg_fn, which
-# sees every step of a native training.
+# ema_decay against torch.optim.swa_utils.AveragedModel with get_ema_multi_avg_fn, which sees every
+# step of a native training; and what is refused.
 
 import copy
-import io
 import math
-import pickle
 import re
-from contextlib import nullcontext
 
 import pytest
 import torch
+from averaging import Averaged, each_gradients, each_row, each_usual, everything
 from test_refusals import refused, trained
 from testing import (
     DEVICES,
     FP64,
-    GRADIENTS,
     LM,
     LOW_PRECISION,
     USUAL,
-    Optimizer,
     Two,
     close,
     equal,
     mlp,
-    pair,
     parameters,
-    same,
     same_state,
     set_gradients,
     square,
-    values_of,
     worst,
     x_of,
 )
@@ -39,62 +32,10 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import torch_renaissance as tr
 
-ROWS = [
-    Optimizer(torch.optim.SGD, tr.optim.SGD, {"lr": 0.1, "weight_decay": 0.1}),
-    Optimizer(torch.optim.SGD, tr.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
-    *USUAL,
-]
 pytestmark = pytest.mark.parametrize("device", DEVICES)
-each_row = pytest.mark.parametrize("row", ROWS, ids=str)
-each_usual = pytest.mark.parametrize("row", USUAL, ids=str)
-each_gradients = pytest.mark.parametrize("gradients", GRADIENTS)
 
 
-def fading(step):
-    """A decay that a pickle can name."""
-    return 0.9 - 0.1 * step
-
-
-class Averaged:
-    """A native and an accelerated training side by side, each with averages."""
-
-    def __init__(self, make, row, device, decay, dtype=torch.float64, **options):
-        def make_optimizer(model):
-            return row.native(model.parameters(), **row.options)
-
-        self.decay, self.device = decay, device
-        self.a, self.oa, self.b, self.ob = pair(
-            make, make_optimizer, device, dtype=dtype, ema_decay=decay, **options
-        )
-        self.native, self.ours = AveragedModel(self.a), tr.Ema(self.b, self.ob)
-        self.steps = 0
-
-    def average(self):
-        """After a native step."""
-        decay = self.decay(self.steps) if callable(self.decay) else self.decay
-        self.native.multi_avg_fn = get_ema_multi_avg_fn(decay)
-        self.native.update_parameters(self.a)
-
-    def step(self, loss=square, steps=1, zero=True):
-        for _ in range(steps):
-            for model, optimizer in ((self.a, self.oa), (self.b, self.ob)):
-                if zero:
-                    optimizer.zero_grad()
-                if loss is not None:
-                    loss(model).backward()
-                optimizer.step()
-            self.average()
-            self.steps += 1
-
-    def check(self):
-        """Equal weights, averages and number of updates."""
-        same(self.a, self.b)
-        native, ours = self.native.module.state_dict(), self.ours.state_dict()
-        assert list(ours) == list(native)
-        for name, want in native.items():
-            assert (ours[name].dtype, ours[name].shape) == (want.dtype, want.shape)
-            close(ours[name], want, name)
-        assert self.ours.updates == int(self.native.n_averaged)
+# -- averages of steps -----------------------------------------------------------------------------
 
 
 @each_row
@@ -231,14 +172,6 @@ def test_edits_between_steps_count_at_once(row, gradients, device):
         t.decay = t.ob.ema_decay = decay
         t.step(steps=2)
         t.check()
-
-
-def everything(model, optimizer):
-    """All that a step may change, as copies."""
-    state = optimizer.state_dict()["state"]
-    moments = [v for entries in state.values() for v in entries.values() if v is not None]
-    averages = tr.Ema(model, optimizer).state_dict().values()
-    return [*values_of([*model.parameters(), *model.buffers(), *moments]), *averages]
 
 
 @each_usual
@@ -408,393 +341,6 @@ def test_more_tensors_than_one_launch_takes_and_large_ones(device):
     ours = torch.cat(list(t.ours.state_dict().values()))
     assert worst([ours], [native]) <= FP64
     assert t.ours.updates == 3
-
-
-# -- state_dict ------------------------------------------------------------------------------------
-
-
-@each_usual
-def test_state_dict_loads_strictly_into_a_plain_model_and_stands_still(row, device):
-    t = Averaged(LM, row, device, 0.9)
-    t.step(lambda m: m(torch.arange(7, device=device)), steps=3)
-    found = t.ours.state_dict()
-    plain = LM().to(device, torch.float64)
-    plain.load_state_dict(found, strict=True)
-    same(t.native.module, plain)
-    kept = {name: value.clone() for name, value in found.items()}
-    live = {p.data_ptr() for p in t.b.parameters()}
-    for value in found.values():
-        assert not value.requires_grad and type(value) is torch.Tensor
-        assert value.data_ptr() not in live
-        assert value.untyped_storage().nbytes() == value.nbytes
-    t.step(lambda m: m(torch.arange(7, device=device)), steps=2)
-    assert equal(found.values(), kept.values())
-    for value in found.values():
-        value.zero_()
-    t.check()
-    file = io.BytesIO()
-    torch.save(t.ours.state_dict(), file)
-    file.seek(0)
-    plain.load_state_dict(torch.load(file, weights_only=True))
-    same(t.native.module, plain)
-
-
-@each_usual
-@each_gradients
-def test_load_state_dict_goes_on_from_what_was_saved(row, gradients, device):
-    t = Averaged(Two, row, device, 0.7, gradients=gradients)
-    t.step(lambda m: m(x_of(device), "a"), steps=2)
-    saved = t.ours.state_dict(), copy.deepcopy((t.b.state_dict(), t.ob.state_dict()))
-    t.step(lambda m: m(x_of(device), "ab"), steps=3)
-    want = t.ours.state_dict()
-    for when in ("fresh", "stepped"):
-        u = Averaged(Two, row, device, 0.7, gradients=gradients)
-        if when == "stepped":
-            u.step(lambda m: 3 * m(x_of(device), "ab"), steps=4)
-        u.b.load_state_dict(saved[1][0])
-        u.ob.load_state_dict(copy.deepcopy(saved[1][1]))
-        weights = values_of(u.b.parameters())
-        u.ours.load_state_dict(saved[0])
-        assert equal(u.b.parameters(), weights)
-        assert equal(u.ours.state_dict().values(), saved[0].values())
-        for _ in range(3):
-            u.ob.zero_grad()
-            u.b(x_of(device), "ab").backward()
-            u.ob.step()
-        found = u.ours.state_dict()
-        for name in want:
-            close(found[name], want[name], f"{when} {name}")
-    assert not equal(want.values(), saved[0].values())
-
-
-@each_usual
-def test_a_state_dict_that_does_not_fit_is_refused(row, device):
-    t = Averaged(mlp, row, device, 0.7)
-    t.step(steps=3)
-    good = t.ours.state_dict()
-    missing = {k: v for k, v in good.items() if k != "2.bias"}
-    for bad, words in (
-        (missing, r"2\.bias needs shape \[1\], got nothing; load what Ema\.state_dict\(\)"),
-        (good | {"2.weight": torch.zeros(8, 1)}, r"2\.weight needs shape \[1, 8\], got \[8, 1\]"),
-        (good | {"0.bias": torch.zeros(())}, r"0\.bias needs shape \[8\], got \[\]"),
-        ({}, r"0\.weight needs shape \[8, 4\], got nothing"),
-    ):
-        bad = {k: v + 7 for k, v in bad.items()}
-        before = everything(t.b, t.ob)
-        with pytest.raises(RuntimeError, match=words):
-            t.ours.load_state_dict(bad)
-        assert equal(everything(t.b, t.ob), before) and t.ours.updates == 3
-    t.step()
-    t.check()
-
-
-# -- swapped ---------------------------------------------------------------------------------------
-
-
-@each_usual
-@each_gradients
-def test_swapped_exchanges_the_values_and_puts_them_back(row, gradients, device):
-    t = Averaged(LM, row, device, 0.9, gradients=gradients)
-    tokens = torch.arange(7, device=device)
-    t.step(lambda m: m(tokens), steps=3)
-    weights, averages = values_of(t.b.parameters()), t.ours.state_dict()
-    places = [p.data_ptr() for p in t.b.parameters()]
-    with t.ours.swapped() as model:
-        assert model is t.b
-        assert equal(t.b.state_dict().values(), averages.values())
-        assert equal(t.ours.state_dict().values(), averages.values())
-        assert [p.data_ptr() for p in t.b.parameters()] == places
-        with torch.no_grad():  # evaluation sees the averages
-            close(t.b(tokens), t.native.module(tokens))
-            assert not torch.allclose(t.b(tokens), t.a(tokens), rtol=1e-6)
-        assert t.b.head.weight is t.b.emb.weight
-    assert equal(t.b.parameters(), weights)
-    assert equal(t.ours.state_dict().values(), averages.values())
-    assert [p.data_ptr() for p in t.b.parameters()] == places
-    t.step(lambda m: m(tokens), steps=2)
-    t.check()
-    same_state(t.oa, t.ob)
-
-
-@each_usual
-def test_swapped_puts_everything_back_after_an_error(row, device):
-    t = Averaged(mlp, row, device, 0.9)
-    t.step(steps=3)
-    before = everything(t.b, t.ob)
-    with pytest.raises(KeyError, match="by the program"):
-        with t.ours.swapped():
-            raise KeyError("by the program")
-    assert equal(everything(t.b, t.ob), before)
-    t.step()
-    t.check()
-
-
-@each_usual
-def test_swapped_twice_is_refused(row, device):
-    t = Averaged(mlp, row, device, 0.9)
-    t.step(steps=3)
-    before = everything(t.b, t.ob)
-    for again in (t.ours, tr.Ema(t.b, t.ob)):
-        with t.ours.swapped():
-            averages = values_of(t.b.parameters())
-            with pytest.raises(RuntimeError, match="averages are in the model already"):
-                with again.swapped():
-                    raise AssertionError("entered")
-            assert equal(t.b.parameters(), averages)
-        assert equal(everything(t.b, t.ob), before)
-
-
-@each_usual
-@each_gradients
-def test_a_step_while_swapped_is_refused(row, gradients, device):
-    t = Averaged(mlp, row, device, 0.9, gradients=gradients)
-    t.step(steps=3)
-    before = everything(t.b, t.ob)
-
-    def closure():
-        t.ob.zero_grad()
-        loss = square(t.b)
-        loss.backward()
-        return loss
-
-    with t.ours.swapped():
-        inside = everything(t.b, t.ob)
-        for arguments in ((), (closure,)):
-            closure()
-            with pytest.raises(RuntimeError, match=r"hold their averages now; step outside of"):
-                t.ob.step(*arguments)
-            assert equal(everything(t.b, t.ob), inside)
-        step = tr.TrainStep(lambda: square(t.b), t.ob)
-        t.ob.zero_grad()
-        with pytest.warns(UserWarning) if device == "cpu" else nullcontext():
-            with pytest.raises(RuntimeError, match=r"hold their averages now; step outside of"):
-                step()
-        assert equal(everything(t.b, t.ob), inside)
-    assert equal(everything(t.b, t.ob), before) and t.ours.updates == 3
-    t.step()
-    t.check()
-
-
-@each_usual
-def test_loading_averages_while_swapped_leaves_the_weights_alone(row, device):
-    """They are in the averages' place then; either it is refused or done right."""
-    t = Averaged(mlp, row, device, 0.9)
-    t.step(steps=3)
-    weights, averages = values_of(t.b.parameters()), t.ours.state_dict()
-    other = {name: value + 1 for name, value in averages.items()}
-    try:
-        with t.ours.swapped():
-            t.ours.load_state_dict(other)
-        expected = other
-    except RuntimeError as error:
-        assert "swapped" in str(error)
-        expected = averages
-    assert equal(t.b.parameters(), weights)
-    assert equal(t.ours.state_dict().values(), expected.values())
-
-
-@each_usual
-def test_copies_made_while_swapped_keep_weights_and_averages_apart(row, device):
-    """Either refused, or the copy has them as its original."""
-    t = Averaged(mlp, row, device, 0.9)
-    t.step(steps=3)
-    averages = t.ours.state_dict()
-    try:
-        with t.ours.swapped():
-            c, oc = copy.deepcopy((t.b, t.ob))
-    except RuntimeError as error:
-        assert "swapped" in str(error)
-        return
-    assert equal(c.parameters(), averages.values())  # the model is as it was copied
-    ema = tr.Ema(c, oc)
-    assert equal(ema.state_dict().values(), averages.values())
-    with pytest.raises(RuntimeError, match="averages"):
-        oc.step()
-
-
-@each_usual
-def test_accelerating_while_swapped_is_refused(row, device):
-    t = Averaged(mlp, row, device, 0.9)
-    t.step(steps=3)
-    before = everything(t.b, t.ob)
-    with t.ours.swapped():
-        with pytest.raises(RuntimeError, match="swapped"):
-            tr.accelerate(t.b, t.ob, ema_decay=0.9)
-    assert equal(everything(t.b, t.ob), before)
-    t.step()
-    t.check()
-
-
-@each_usual
-def test_before_the_first_step_the_averages_are_the_weights(row, device):
-    t = Averaged(mlp, row, device, 0.9)
-    weights = values_of(t.b.parameters())
-    assert t.ours.updates == 0
-    assert equal(t.ours.state_dict().values(), weights)
-    with t.ours.swapped():
-        assert equal(t.b.parameters(), weights)
-    assert equal(t.b.parameters(), weights)
-    t.step()
-    t.check()
-
-
-# -- copies, and accelerating again ----------------------------------------------------------------
-
-
-@each_usual
-@each_gradients
-@pytest.mark.parametrize("how", ["deepcopy", "pickle", "deepcopy of a deepcopy", "torch.save"])
-def test_copies_carry_averages_and_their_number(row, gradients, how, device):
-    t = Averaged(Two, row, device, fading, gradients=gradients)
-    for keys in ("a", "ab", "ab"):  # so that counters differ
-        t.step(lambda m, keys=keys: m(x_of(device), keys))
-    original = everything(t.b, t.ob)
-    if how == "torch.save":
-        file = io.BytesIO()
-        torch.save((t.b, t.ob), file)
-        file.seek(0)
-        copied = torch.load(file, weights_only=False)
-    elif how == "pickle":
-        copied = pickle.loads(pickle.dumps((t.b, t.ob)))
-    else:
-        copied = copy.deepcopy((t.b, t.ob))
-        if how == "deepcopy of a deepcopy":
-            copied = copy.deepcopy(copied)
-    kept = t.b, t.ob
-    (t.b, t.ob), t.ours = copied, tr.Ema(*copied)
-    t.check()
-    assert equal(everything(t.b, t.ob), original)
-    t.step(lambda m: m(x_of(device), "ab"), steps=2)
-    t.check()
-    same_state(t.oa, t.ob)
-    assert equal(everything(*kept), original)
-
-
-@each_usual
-def test_accelerating_again_keeps_averages_and_their_number(row, device):
-    t = Averaged(Two, row, device, fading)
-    t.step(lambda m: m(x_of(device), "a"), steps=2)
-    tr.accelerate(t.b, t.ob, ema_decay=fading, gradients="flat")
-    t.check()
-    t.step(lambda m: m(x_of(device), "ab"), steps=2)
-    t.check()
-    tr.accelerate(t.b, t.ob, ema_decay=fading)
-    tr.accelerate(t.b, t.ob, ema_decay=fading)
-    t.step(lambda m: m(x_of(device), "b"), steps=2)
-    t.check()
-    tr.accelerate(t.b, t.ob)
-    with pytest.raises(ValueError, match="no ema_decay"):
-        tr.Ema(t.b, t.ob)
-
-
-@each_usual
-@pytest.mark.parametrize("first", [{}, {"max_grad_norm": 1e9}, {"ema_decay": None}], ids=str)
-def test_averages_begun_later_start_with_a_copy(row, first, device):
-    a, oa, b, ob = pair(mlp, lambda m: row.native(m.parameters(), **row.options), device, **first)
-    for model, optimizer in ((a, oa), (b, ob)):
-        for _ in range(3):
-            optimizer.zero_grad()
-            square(model).backward()
-            optimizer.step()
-    tr.accelerate(b, ob, ema_decay=0.9)
-    ema = tr.Ema(b, ob)
-    assert ema.updates == 0
-    square(b).backward()
-    ob.step()
-    assert equal(ema.state_dict().values(), b.parameters()) and ema.updates == 1
-
-
-@each_row
-def test_averages_survive_a_conversion_or_the_step_says_no(row, device):
-    """model.double(): torch's AveragedModel stays as it is, so the average must not start anew."""
-    t = Averaged(mlp, row, device, 0.5, torch.float32)
-    t.step(steps=3)
-    before = t.ours.state_dict()
-    t.b.double()
-    t.ob.zero_grad()
-    square(t.b).backward()
-    try:
-        t.ob.step()
-    except RuntimeError as error:
-        assert "ema_decay" in str(error)
-        return
-    found = t.ours.state_dict()
-    for name, p in t.b.named_parameters():
-        want = torch.lerp(before[name].double(), p.detach(), 0.5)
-        torch.testing.assert_close(found[name].double(), want, rtol=1e-6, atol=1e-7, msg=name)
-
-
-@each_usual
-@each_gradients
-@pytest.mark.filterwarnings("ignore:TrainStep runs eagerly. the parameters are on the CPU")
-@pytest.mark.parametrize("decay", [0.9, fading], ids=["number", "function"])
-def test_a_train_step_averages_too(row, gradients, decay, device):
-    """On a GPU from the fourth call on as a replay, with the decay of each step."""
-    t = Averaged(mlp, row, device, decay, gradients=gradients)
-    step = tr.TrainStep(lambda x: t.b(x).pow(2).sum(), t.ob)
-    for i in range(9):
-        t.oa.zero_grad()
-        square(t.a).backward()
-        t.oa.step()
-        t.average()
-        t.steps += 1
-        step(x_of(device))
-        assert step.captured == (device == "cuda" and i >= 3)
-        t.check()
-        if i == 6:
-            before = everything(t.b, t.ob)
-            with t.ours.swapped():
-                with pytest.raises(RuntimeError, match="hold their averages now"):
-                    step(x_of(device))
-            assert equal(everything(t.b, t.ob), before)
-        if i == 7:
-            t.ob.ema_decay = t.decay = 0.25
-    same_state(t.oa, t.ob)
-
-
-@each_usual
-def test_moved_parameters_and_loaded_weights(row, device):
-    t = Averaged(mlp, row, device, 0.8)
-    t.step(steps=2)
-    other = {name: value + 0.5 for name, value in copy.deepcopy(t.a.state_dict()).items()}
-    for model in (t.a, t.b):
-        model.load_state_dict(other)
-    t.step(steps=2)
-    t.check()
-    for model in (t.a, t.b):
-        for p in model.parameters():
-            p.data = p.data.clone() + 0.25
-    t.step(steps=2)
-    t.check()
-
-
-@each_usual
-def test_two_runs_are_bitwise_equal(row, device):
-    runs = []
-    for _ in range(2):
-        t = Averaged(mlp, row, device, 0.9, torch.float32, max_grad_norm=0.5)
-        t.step(steps=4)
-        runs.append(everything(t.b, t.ob))
-    assert equal(*runs)
-
-
-def test_with_clipping_and_decay_left_out_of_biases(device):
-    row = USUAL[2]
-    t = Averaged(mlp, row, device, 0.9, max_grad_norm=0.3, decay_bias_like=False)
-    bias_like = [p for p in t.a.parameters() if p.ndim == 1]
-    weights = [p for p in t.a.parameters() if p.ndim > 1]
-    t.oa = row.native(
-        [{"params": weights}, {"params": bias_like, "weight_decay": 0}], **row.options
-    )
-    for _ in range(4):
-        for model, optimizer in ((t.a, t.oa), (t.b, t.ob)):
-            optimizer.zero_grad()
-            square(model).backward()
-            if model is t.a:
-                nn.utils.clip_grad_norm_(model.parameters(), 0.3)
-            optimizer.step()
-        t.average()
-    t.check()
 
 
 # -- refusals --------------------------------------------------------------------------------------

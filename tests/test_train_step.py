@@ -1,38 +1,36 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# TrainStep trains as the loop does that it stands for: all kinds of models, inputs and results,
-# random numbers, two steps side by side, and sums over micro-batches.
+# TrainStep trains as the loop does that it stands for: all kinds of models, random numbers, two
+# steps side by side, and compile=.
 
-import warnings
-from collections import namedtuple
 from dataclasses import dataclass
 
 import pytest
-import replaying
 import torch
 import torch.nn.functional as F
 from stepping import (
     ADAMW,
-    BOTH,
     NESTEROV,
+    NEVER,
     WARMUP,
     Twins,
-    agree,
     by_hand,
+    classify_images,
+    each_row,
+    fit,
+    images,
     mean_square,
     no_fallback,
     noise,
     noises,
+    on,
+    vectors,
 )
-from testing import DEVICES, LM, Two, close, conv_bn, equal, mlp, pair, same, same_state, values_of
+from testing import DEVICES, LM, close, conv_bn, equal, mlp, pair, same, same_state
 from torch import nn
-from torch.utils import _pytree as pytree
 
 import torch_renaissance as tr
-from torch_renaissance._ops import _C
 
 pytestmark = [pytest.mark.parametrize("device", DEVICES), no_fallback]
-each_row = pytest.mark.parametrize("row", BOTH, ids=lambda row: row.native.__name__)
-NEVER = 10**9  # a warm-up that doesn't end
 
 
 # -- parity ----------------------------------------------------------------------------------------
@@ -56,24 +54,8 @@ def weight_norm():
     return nn.Sequential(norm(nn.Linear(4, 8)), nn.Tanh(), norm(nn.Linear(8, 1)))
 
 
-def fit(model):
-    return lambda x: F.mse_loss(model(x), x.sum(1, keepdim=True).sin())
-
-
-def classify_images(model):
-    return lambda x, y: F.cross_entropy(model(x).mean((2, 3)), y)
-
-
 def next_token(model):
     return lambda tokens: F.cross_entropy(model(tokens[:, :-1]), tokens[:, 1:])
-
-
-def vectors(i):
-    return (noise(i, 16, 4),)
-
-
-def images(i):
-    return noise(i, 6, 3, 8, 8), noise(i, 6).gt(0).long()
 
 
 def tokens(limit):
@@ -106,11 +88,6 @@ CASES = [
         nhwc,
     ),
 ]
-
-
-def on(device, batch):
-    """Moved as it is, with its strides."""
-    return pytree.tree_map(lambda x: x.to(device) if isinstance(x, torch.Tensor) else x, batch)
 
 
 @each_row
@@ -240,328 +217,6 @@ def test_draws_of_the_program_between_steps_are_the_native_ones(device):
     twins.check()
 
 
-# -- results ---------------------------------------------------------------------------------------
-
-Pair = namedtuple("Pair", ["left", "right"])
-
-
-def with_extras(model):
-    def loss_fn(x):
-        out = model(x)
-        extras = {
-            "out": out,
-            "large": x.repeat(100, 40),
-            "turned": out.t(),
-            "expanded": out.sum().expand(3),
-            "every second": x[:, ::2],
-            "empty": out[:0],
-            "best": out.argmax(),
-            "on the CPU": torch.tensor([1.0, 2.0]),
-            "a number on the CPU": torch.tensor(len(x)),
-            "is large": out > 0,
-            "no tensor": [None, 3, "text", 0.5, (out.mean(),)],
-            "pair": Pair(out.float(), x),
-        }
-        return out.pow(2).mean(), extras
-
-    return loss_fn
-
-
-def test_extras_are_copies_that_keep_their_value(device):
-    twins = Twins(mlp, NESTEROV, with_extras, device)
-    batches = noises(10, 5, 4, device=device)
-    kept, at_once = [], []
-    for batch in batches:
-        kept += twins.run([batch])
-        at_once.append(pytree.tree_map(lambda x: x.clone() if hasattr(x, "clone") else x, kept[-1]))
-    twins.check_replays(*[True] * (10 - WARMUP))
-    for got, expected in zip(kept, at_once, strict=True):
-        assert isinstance(got, tuple) and isinstance(got[1]["pair"], Pair)
-        agree(got, expected, rtol=0, atol=0)
-    _, extras = kept[-1]
-    extras["out"].fill_(7.0)  # a copy of the program's own
-    extras["large"].fill_(7.0)
-    twins.run(batches[:2])
-    assert (extras["out"] == 7).all() and (extras["large"] == 7).all()
-
-
-@pytest.mark.parametrize("extras", [None, (), 3], ids=str)
-def test_extras_without_tensors(extras, device):
-    twins = Twins(mlp, NESTEROV, lambda m: lambda x: (m(x).pow(2).mean(), extras), device)
-    for _, got in twins.run(noises(6, 5, 4, device=device)):
-        assert got == extras
-    twins.check_replays(True, True, True)
-
-
-KEEPING = {
-    "itself": lambda loss: loss,
-    "detach": lambda loss: loss.detach(),
-    "view": lambda loss: loss.view(1),
-    "expand": lambda loss: loss.expand(3),
-    "data": lambda loss: loss.data,
-}
-
-
-@pytest.mark.parametrize("keep", KEEPING.values(), ids=KEEPING)
-def test_losses_keep_their_value(keep, device):
-    twins = Twins(mlp, ADAMW, fit, device)
-    losses, values = [], []
-    for (x,) in noises(WARMUP + 20, 5, 4, device=device):
-        losses.append(keep(twins.step(x)))
-        values.append(losses[-1].flatten()[0].item())
-    assert twins.step.captured == (device == "cuda")
-    assert [loss.flatten()[0].item() for loss in losses] == values
-    assert len(set(values)) == len(values)
-
-
-def test_losses_keep_their_value_without_any_wait(device):
-    """Nothing is read until the end, so that a buffer used twice would show."""
-    twins = Twins(mlp, ADAMW, fit, device)
-    batches = noises(60, 5, 4, device=device)
-    expected = torch.stack([twins.native(x) for (x,) in batches])
-    losses = []
-    for i, (x,) in enumerate(batches):
-        loss = twins.step(x)
-        losses.append(loss if i % 3 else loss.clone())  # some are given back at once
-    assert twins.step.captured == (device == "cuda")
-    close(torch.stack(losses), expected)
-
-
-@pytest.mark.parametrize("extras", [False, True])
-def test_a_loss_in_a_parameters_memory_is_read_after_the_update(extras, device, monkeypatch):
-    """As in a loop, where it is the parameter; other losses are copied beside the update."""
-    if device == "cpu":
-        replaying.capture_steps(monkeypatch)
-    scale = nn.Parameter(torch.ones(4, device=device))
-    optimizer = tr.optim.SGD([scale], lr=0.5)
-    step = tr.TrainStep(
-        lambda x: (scale[3], scale.detach()[3]) if extras else scale[3], optimizer, warmup=WARMUP
-    )
-    for i in range(6):
-        found = step(torch.ones(1, device=device))
-        losses = found if extras else (found,)
-        assert [float(loss) for loss in losses] == [1 - 0.5 * (i + 1)] * (1 + extras)
-    assert step.captured
-
-
-def test_a_loss_of_shape_one_and_of_16_bits(device):
-    def loss_of(model):
-        return lambda x: (model(x).float().pow(2).mean()[None], model(x).mean().bfloat16())
-
-    twins = Twins(mlp, NESTEROV, loss_of, device, torch.float32)
-    results = twins.run(noises(6, 5, 4, device=device, dtype=torch.float32))
-    assert all(loss.shape == (1,) for loss, _ in results)
-    twins.check_replays(True, True, True)
-    twins.check()
-
-
-# -- inputs ----------------------------------------------------------------------------------------
-
-
-def test_nested_batches(device):
-    def loss_of(model):
-        def loss_fn(batch, options):
-            (x, y), more = batch["xy"], batch["more"][0]
-            assert options is None or options["power"] == 2
-            return (model(x) - y).pow(2).mean() + model(more["x"]).abs().mean()
-
-        return loss_fn
-
-    def batch(i, options):
-        x = noise(i, 5, 4, device=device)
-        return {"xy": (x, x.sum(1, keepdim=True)), "more": [{"x": x.flip(0) * 2}]}, options
-
-    twins = Twins(mlp, NESTEROV, loss_of, device)
-    twins.run([batch(i, {"power": 2}) for i in range(8)])
-    twins.check_replays(*[True] * 5)
-    twins.run([batch(i, None) for i in range(8, 12)])
-    twins.check_replays(False, True, True, True)
-    twins.run([batch(12, {"power": 2})])
-    twins.check_replays(True)
-    twins.check()
-
-
-def test_python_values_of_a_batch(device):
-    def loss_of(model):
-        def loss_fn(x, factor, kind):
-            out = model(x) * (3 if factor is True else factor)
-            return out.pow(2).mean() if kind == "square" else out.abs().mean()
-
-        return loss_fn
-
-    twins = Twins(mlp, NESTEROV, loss_of, device)
-    xs = noises(30, 5, 4, device=device)
-    values = [(1.0, "square"), (0.5, "square"), (1, "abs"), (True, "abs")]  # 1 == True == 1.0
-    for (x,) in xs[:6]:
-        twins.run([(x, *values[0])])
-    for i, (x,) in enumerate(xs[6:]):
-        twins.run([(x, *values[i % 4])])
-    twins.check_replays(*[True] * 8)
-    twins.check()
-
-
-def test_batches_written_into_the_static_inputs(device):
-    def loss_of(model):
-        return lambda x, factor, y: (model(x) - y).pow(2).mean() * factor
-
-    twins = Twins(mlp, NESTEROV, loss_of, device)
-    assert twins.step.inputs == ()
-
-    def batch(i):
-        return noise(i, 5, 4, device=device), 0.5, noise(-i, 5, 1, device=device)
-
-    twins.run([batch(i) for i in range(1, 6)])
-    if device != "cuda":
-        assert twins.step.inputs == ()
-        return
-    inputs = twins.step.inputs
-    assert [x is None for x in inputs] == [False, True, False]
-    for i in range(6, 12):
-        x, factor, y = batch(i)
-        inputs[0].copy_(x)
-        inputs[2].copy_(y)
-        twins.run([(inputs[0], factor, inputs[2])])
-        assert all(a is b for a, b in zip(twins.step.inputs, inputs, strict=True))
-        close(inputs[0], x)
-    twins.check_replays(*[True] * 6)
-    twins.run([batch(12)])
-    twins.check()
-
-
-def test_batches_on_the_cpu(device):
-    def loss_of(model):
-        def loss_fn(x, y):
-            x, y = x.to(device), y.to(device)
-            return (model(x) - y).pow(2).mean()
-
-        return loss_fn
-
-    twins = Twins(mlp, ADAMW, loss_of, device)
-    twins.run([(noise(i, 5, 4), noise(-i, 5, 1)) for i in range(1, 11)])
-    twins.check_replays(*[True] * 7)
-    if device == "cuda":
-        twins.run([(noise(i, 5, 4).pin_memory(), noise(-i, 5, 1)) for i in range(12, 16)])
-        twins.run([(noise(i, 5, 4, device=device), noise(-i, 5, 1)) for i in range(16, 20)])
-        twins.check_replays(True, True, True)
-    twins.check()
-
-
-@pytest.mark.cuda
-@pytest.mark.parametrize("pinned", [False, True], ids=["pageable", "pinned"])
-def test_a_batch_on_the_cpu_may_be_refilled_at_once(pinned, device):
-    """The native `.to("cuda")` of it has read it before it returns."""
-    if device != "cuda":
-        pytest.skip("nothing is copied")
-    twins = Twins(mlp, ADAMW, lambda m: lambda x: m(x.to(device)).pow(2).mean(), device)
-    batch = torch.empty(5, 4, dtype=torch.float64, pin_memory=pinned)
-    for i in range(12):
-        batch.copy_(noise(i, 5, 4))
-        expected = twins.native(batch)
-        torch.cuda._sleep(20_000_000)  # the device lags behind
-        loss = twins.step(batch)
-        batch.fill_(1e6)
-        close(loss, expected)
-    assert twins.step.captured
-    twins.check()
-
-
-LAYOUTS = {
-    "contiguous": lambda x: x,
-    "transposed": lambda x: x.t().contiguous().t(),
-    "a slice": lambda x: x.repeat(1, 2)[:, :4],
-    "expanded": lambda x: x[:1].expand(6, 4),
-    "every second": lambda x: x.repeat_interleave(2, 0)[::2],
-}
-
-
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_inputs_of_every_layout_and_dtype(layout, device):
-    def loss_of(model):
-        def loss_fn(x, index, small, scalar, empty):
-            rows = model(x)[index] + small.double().mean()
-            return rows.pow(2).mean() * scalar + empty.sum()
-
-        return loss_fn
-
-    def batch(i):
-        x = layout(noise(i, 6, 4, device=device))
-        index = torch.arange(5, device=device).roll(i)
-        small = noise(i, 3, device=device, dtype=torch.bfloat16)
-        scalar = torch.tensor(1.0 + i % 3, device=device)
-        return x, index, small, scalar, torch.empty(0, 3, device=device)
-
-    twins = Twins(mlp, NESTEROV, loss_of, device)
-    twins.run([batch(i) for i in range(8)])
-    twins.check_replays(*[True] * 5)
-    twins.check()
-
-
-def test_results_that_are_kept_have_memory_of_their_own(device):
-    """More of them than a graph has buffers for."""
-    source = torch.zeros(3, device="cpu")  # on a GPU, copying is a node of a graph
-    copies = _C.GraphCopies(())
-    copies.add_results([source])
-    kept = []
-    for i in range(200):
-        source.fill_(i)
-        kept += copies.prepare(0, ())
-    assert [k.tolist() for k in kept] == [[i] * 3 for i in range(200)]
-    again, first = {k.data_ptr() for k in kept[:9]}, kept[9:]
-    del kept
-    assert {t.data_ptr() for t in (copies.prepare(0, ())[0] for _ in range(9))} <= again
-    assert first[0].tolist() == [9] * 3
-
-
-def test_a_batch_in_the_memory_of_static_inputs(device):
-    """Copies go side by side: none may read what another one writes."""
-    a, b = torch.arange(4.0), torch.arange(4.0, 8.0)  # on a GPU, copying is a node of a graph
-    copies = _C.GraphCopies((a, None, b))
-    copies.prepare(0, (b, 1, a))
-    assert a.tolist() == [4, 5, 6, 7] and b.tolist() == [0, 1, 2, 3]
-    copies.prepare(0, (a, 1, a))
-    assert a.tolist() == b.tolist() == [4, 5, 6, 7]
-    copies.prepare(0, (torch.arange(5.0)[1:], 1, b))
-    copies.prepare(0, (a[[0, 0, 1, 2]], 1, a.view(2, 2).T.reshape(-1)))
-    assert a.tolist() == [1, 1, 2, 3] and b.tolist() == [1, 3, 2, 4]
-
-
-def test_steps_whose_batch_is_their_inputs_swapped(device):
-    twins = Twins(mlp, NESTEROV, lambda m: lambda x, y: (m(x) - 0.5 * m(y)).pow(2).mean(), device)
-    x, y = noise(0, 6, 4, device=device), noise(1, 6, 4, device=device)
-    twins.run([(x, y)] * 5)
-    for _ in range(3):
-        first, second = twins.step.inputs or (x, y)
-        twins.run([(second, first)])
-    twins.check_replays(*[True] * 5)
-    twins.check()
-
-
-def test_dense_inputs_keep_their_strides(device):
-    """Kernels may sum in another order for others, and a program may ask."""
-    x = LAYOUTS["transposed"](noise(0, 6, 4, device=device))
-    twins = Twins(mlp, NESTEROV, lambda m: lambda x: (m(x).pow(2).mean(), x.stride()), device)
-    assert {strides for _, strides in twins.run([(x,)] * 6)} == {(1, 6)}
-    twins.check_replays(True, True, True)
-
-
-@pytest.mark.cuda
-def test_on_a_stream_of_the_program(device):
-    if device != "cuda":
-        pytest.skip("a CPU has no streams")
-    twins = Twins(mlp, ADAMW, fit, device)
-    batches = [on(device, vectors(i)) for i in range(16)]
-    stream = torch.cuda.Stream()
-    for some in (batches[:8], batches[12:]):  # captured there, and again there
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            twins.run(some)
-        torch.cuda.current_stream().wait_stream(stream)
-        twins.check_replays(True, True, True, True)
-        twins.run(batches[8:12])
-    twins.check_replays(True, True, True, True)
-    twins.check()
-
-
 # -- two steps side by side ------------------------------------------------------------------------
 
 
@@ -604,209 +259,6 @@ def test_a_loop_by_hand_and_train_step_take_turns(device):
         close(ours(*batch), twins.native(*batch))
     twins.check_replays(*[True] * 10)
     twins.check()
-
-
-# -- micro-batches ---------------------------------------------------------------------------------
-
-
-def accumulating(loss_fn, optimizer):
-    """By hand: the mean of `k` micro-batches, one call each."""
-    count = 0
-
-    def micro_batch(k, *batch):
-        nonlocal count
-        loss = loss_fn(*batch)
-        (loss / k).backward()
-        count += 1
-        if count == k:
-            optimizer.step()
-            optimizer.zero_grad()
-            count = 0
-        return loss.detach()
-
-    return micro_batch
-
-
-class MicroTwins(Twins):
-    """Twins whose steps are micro-batches; run([(k, *batch), ...])."""
-
-    def __init__(self, *args, **options):
-        super().__init__(*args, **options)
-        self.native = accumulating(self.loss_fns[0], self.optimizers[0])
-        step = self.step
-
-        def micro_batch(k, *batch):
-            if step.accumulate != k:
-                step.accumulate = k
-            return step(*batch)
-
-        self.train_step, self.step = step, micro_batch
-
-    def run(self, batches):
-        for k, *batch in batches:
-            expected, got = self.native(k, *batch), self.step(k, *batch)
-            close(got, expected, f"call {len(self.replayed)}")
-            assert all(p.grad is None for p in self.models[1].parameters())
-            self.replayed.append(self.train_step.captured)
-
-
-@each_row
-@pytest.mark.parametrize("k", [1, 2, 4])
-def test_micro_batches_equal_one_big_batch(k, row, device):
-    a, oa, b, ob = pair(mlp, lambda m: row.native(m.parameters(), **row.options), device)
-    step = tr.TrainStep(fit(b), ob, accumulate=k)
-    big = by_hand(fit(a), oa)
-    assert step.accumulate == k
-    for i in range(8):
-        x = noise(i, 8, 4, device=device)
-        expected, losses = big(x), []
-        before = values_of(b.parameters())
-        for n, part in enumerate(x.chunk(k)):
-            assert equal(b.parameters(), before)  # until the last one there is no update
-            losses.append(step(part))
-            assert step.captured == (device == "cuda" and i * k + n >= WARMUP)
-            assert all(p.grad is None for p in b.parameters())
-        assert not equal(b.parameters(), before)
-        close(torch.stack(losses).mean(), expected)
-    same(a, b)
-    same_state(oa, ob)
-
-
-@each_row
-def test_the_number_of_micro_batches_may_change_between_updates(row, device):
-    twins = MicroTwins(mlp, row, fit, device, accumulate=2)
-    ks = [2] * 8 + [4] * 8 + [1] * 4 + [3] * 6 + [2] * 4 + [1] * 2
-    twins.run([(k, *on(device, vectors(i))) for i, k in enumerate(ks)])
-    twins.check_replays(*[True] * 12)
-    twins.check()
-
-
-def test_a_number_set_amid_micro_batches_counts_from_the_next_update_on(device):
-    twins = MicroTwins(mlp, NESTEROV, fit, device, accumulate=2)
-    step, xs = twins.train_step, [on(device, vectors(i)) for i in range(20)]
-    twins.run([(2, *x) for x in xs[:7]])
-    step.accumulate = 3
-    assert step.accumulate == 3
-    close(step(*xs[7]), twins.native(2, *xs[7]))  # the second of two
-    twins.run([(3, *x) for x in xs[8:14]])
-    twins.check_replays(*[True] * 5)
-    twins.check()
-
-
-def branches(model):
-    return lambda x, keys: model(x, keys)
-
-
-# A replay must mark the gradients that it makes, and no others: neither those of micro-batches that
-# came before it when it was captured, nor those of the cycle before.
-SEQUENCES = {
-    "a then b": ["a", "b"] * 5 + ["a", "a", "b", "b", "a", "a", "b", "b", "b", "a"],
-    "b is captured in the middle": ["ab", "b"] * 4 + ["b", "b"] * 3 + ["a", "a", "a", "b"],
-    "a is new in the middle": ["b"] * 8 + ["b", "a"] * 4 + ["a", "a"] * 2 + ["b", "b"],
-    "all, then one": ["ab"] * 8 + ["a"] * 6 + ["b"] * 6 + ["ab", "a"],
-}
-
-
-@each_row
-@pytest.mark.parametrize("sequence", SEQUENCES.values(), ids=SEQUENCES)
-def test_parameters_without_a_gradient_in_some_micro_batches(sequence, row, device):
-    """Momentum and decay would move those that had none in a whole cycle."""
-    twins = MicroTwins(Two, row, branches, device, accumulate=2)
-    xs = [noise(i, 3, 4, device=device) for i in range(len(sequence))]
-    twins.run([(2, x, tuple(keys)) for x, keys in zip(xs, sequence, strict=True)])
-    twins.check_replays(True)
-    twins.check()
-
-
-@each_row
-def test_another_shape_amid_micro_batches(row, device):
-    """Eager and captured micro-batches add up."""
-    twins = MicroTwins(mlp, row, fit, device, accumulate=3)
-    sizes = [6] * 6 + [6, 2, 6] + [6, 6, 2] + [2, 6, 6] + [6, 9, 2] * 3
-    batches = [(3, noise(i, size, 4, device=device)) for i, size in enumerate(sizes)]
-    twins.run(batches[:9])
-    twins.check_replays(True, True, True, True, False, True)
-    twins.run(batches[9:])
-    twins.check_replays(True, True, True)
-    twins.check()
-
-
-def test_batch_norm_sees_every_micro_batch(device):
-    twins = MicroTwins(conv_bn, NESTEROV, classify_images, device, accumulate=2)
-    twins.run([(2, *on(device, images(i))) for i in range(10)])
-    assert twins.models[1][1].num_batches_tracked == 10
-    twins.check_replays(*[True] * 7)
-    twins.check()
-
-
-def test_an_exception_amid_micro_batches_counts_for_nothing(device):
-    def loss_of(model):
-        def loss_fn(x):
-            if len(x) == 3:
-                raise ValueError("a bad batch")
-            return model(x).pow(2).mean()
-
-        return loss_fn
-
-    twins = MicroTwins(mlp, ADAMW, loss_of, device, accumulate=2)
-    for i in range(16):
-        twins.run([(2, noise(i, 5, 4, device=device))])
-        if i in (0, 4, 9):
-            with warnings.catch_warnings(), pytest.raises(ValueError, match="a bad batch"):
-                warnings.simplefilter("ignore")  # at the second one a capture is tried
-                twins.train_step(noise(i, 3, 4, device=device))
-    twins.check_replays(True, True, True)
-    twins.check()
-
-
-@pytest.mark.parametrize("at", [0, 1, 2])
-@pytest.mark.parametrize("captured", [False, True])
-def test_an_infinite_micro_batch_skips_the_update(captured, at, device):
-    """In fp16; the next cycle starts from zero sums."""
-    torch.manual_seed(0)
-    model = mlp().to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    tr.accelerate(model, optimizer)
-    step = tr.TrainStep(
-        mean_square(model),
-        optimizer,
-        precision="fp16",
-        accumulate=3,
-        warmup=WARMUP if captured else NEVER,
-    )
-    optimizer.amp.load_state_dict({**optimizer.amp.state_dict(), "scale": 1024.0})
-    xs = [noise(i, 5, 4, device=device, dtype=torch.float32) for i in range(24)]
-    for i in range(2):
-        for x in xs[3 * i : 3 * i + 3]:
-            step(x)
-    assert int(optimizer.skipped_steps) == 0
-    before = values_of(model.parameters())
-    state = pytree.tree_leaves(optimizer.state_dict()["state"])
-    state = [x.clone() for x in state if isinstance(x, torch.Tensor)]
-    for n, x in enumerate(xs[6:9]):
-        bad = torch.full_like(x, torch.inf) if n == at else x
-        step(bad)
-        assert step.captured == (captured and device == "cuda")
-    assert equal(model.parameters(), before)
-    after = pytree.tree_leaves(optimizer.state_dict()["state"])
-    assert equal([x for x in after if isinstance(x, torch.Tensor)], state)
-    assert int(optimizer.skipped_steps) == 1
-    assert optimizer.amp.get_scale() == 512.0
-    for x in xs[9:12]:
-        step(x)
-    assert int(optimizer.skipped_steps) == 1
-    assert not equal(model.parameters(), before)
-    assert all(p.isfinite().all() for p in model.parameters())
-
-
-@pytest.mark.parametrize("accumulate", [0, -1, 2.0, True, "2", None], ids=repr)
-def test_what_accumulate_must_not_be(accumulate, device):
-    twins = Twins(mlp, NESTEROV, fit, device, accumulate=2)
-    with pytest.raises(ValueError, match=r"accumulate must be an int >= 1, got"):
-        twins.step.accumulate = accumulate
-    assert twins.step.accumulate == 2
-    with pytest.raises(ValueError, match=r"accumulate must be an int >= 1, got"):
-        tr.TrainStep(twins.loss_fns[1], twins.optimizers[1], accumulate=accumulate)
 
 
 # --- compile -------------------------------------------------------------------------------------
