@@ -9,7 +9,20 @@ from contextlib import nullcontext
 import pytest
 import torch
 from averaging import Averaged, each_gradients, each_usual, everything
-from testing import DEVICES, LM, Two, close, equal, mlp, same, same_state, square, values_of, x_of
+from testing import (
+    DEVICES,
+    LM,
+    USUAL,
+    Two,
+    close,
+    equal,
+    mlp,
+    same,
+    same_state,
+    square,
+    values_of,
+    x_of,
+)
 
 import torch_renaissance as tr
 
@@ -17,6 +30,54 @@ pytestmark = pytest.mark.parametrize("device", DEVICES)
 
 
 # -- state_dict ------------------------------------------------------------------------------------
+
+
+def test_a_decay_of_the_step_goes_on_where_it_was(device):
+    """From a file, as a checkpoint is: else the first step after it would begin anew."""
+
+    def decay(n):
+        asked.append(n)
+        return min(0.999, (1 + n) / (10 + n))
+
+    def training():
+        model = mlp().to(device)
+        return tr.accelerate(model, torch.optim.SGD(model.parameters(), 0.1), ema_decay=decay)
+
+    def steps(model, optimizer, count):
+        for _ in range(count):
+            square(model).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    asked = []
+    model, optimizer = training()
+    steps(model, optimizer, 20)
+    file = io.BytesIO()
+    saved = model.state_dict(), optimizer.state_dict(), tr.Ema(model, optimizer).state_dict()
+    torch.save(saved, file)
+    file.seek(0)
+    weights, state, averages = torch.load(file, weights_only=True)
+    again, other = training()
+    again.load_state_dict(weights)
+    other.load_state_dict(state)
+    tr.Ema(again, other).load_state_dict(averages)
+    asked.clear()
+    steps(again, other, 3)
+    assert asked == [20, 21, 22]
+    steps(model, optimizer, 3)
+    ours, theirs = tr.Ema(again, other), tr.Ema(model, optimizer)
+    assert ours.updates == theirs.updates == 23
+    assert equal(ours.state_dict().values(), theirs.state_dict().values())
+
+
+def test_averages_without_counts_are_loaded_all_the_same(device):
+    t = Averaged(mlp, USUAL[0], device, 0.9)
+    t.step(steps=3)
+    plain = dict(t.ours.state_dict())
+    t.ours.load_state_dict(plain)
+    assert t.ours.updates == 3
+    t.step()
+    t.check()
 
 
 @each_usual

@@ -291,3 +291,20 @@ def test_model_outlives_its_optimizer(usual, device, gradients):
     both(a, oa, b, again, square, steps=2)
     same(a, b)
     assert len(junk) == 64
+
+
+def test_what_is_made_in_inference_mode_can_be_trained_afterwards(device, gradients):
+    native, ours = (mlp().to(device) for _ in range(2))
+    ours.load_state_dict(native.state_dict())
+    optimizers = [torch.optim.Adam(m.parameters(), lr=0.1) for m in (native, ours)]
+    with torch.inference_mode():
+        tr.accelerate(ours, optimizers[1], gradients=gradients)
+        tr.regions(optimizers[1])
+    for _ in range(3):
+        for model, optimizer in zip((native, ours), optimizers, strict=True):
+            square(model).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for a, b in zip(native.parameters(), ours.parameters(), strict=True):
+        assert not b.is_inference()
+        torch.testing.assert_close(b, a)

@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+
+_COUNTS = "torch_renaissance.Ema"  # the name in `_metadata`, where modules stand by theirs
 
 
 class Ema:
@@ -52,17 +55,23 @@ class Ema:
 
     def state_dict(self) -> dict[str, Tensor]:
         """The model's `state_dict` with averages in place of weights, as tensors of their own; any
-        model of the same class loads it."""
+        model of the same class loads it. How many steps they have seen stands in its `_metadata`,
+        as versions of modules do."""
         plan = self._plan
         averages = {} if plan.swapped else plan.averages()
         tensors = self._model.state_dict(keep_vars=True)
-        return {
-            name: averages.get(t, t).detach().clone() if isinstance(t, Tensor) else t
+        found = OrderedDict(
+            (name, averages.get(t, t).detach().clone() if isinstance(t, Tensor) else t)
             for name, t in tensors.items()
-        }
+        )
+        counts = {"updates": self.updates, "calls": plan.host.ema_calls}
+        found._metadata = {**getattr(tensors, "_metadata", {}), _COUNTS: counts}
+        return found
 
     def load_state_dict(self, state_dict: dict[str, Tensor]) -> None:
-        """Goes on from averages that `state_dict` saved. The model's weights and buffers stay.
+        """Goes on from averages that `state_dict` saved, and with an `ema_decay` of the step from
+        where it was. The model's weights and buffers stay. A dict without `_metadata` has no such
+        counts: this optimizer's own stay then.
 
         Raises:
             RuntimeError: for missing names or other shapes, and inside of `swapped()`; nothing has
@@ -81,7 +90,10 @@ class Ema:
                     "what Ema.state_dict() of the same model saved"
                 )
             found[p] = state_dict[name].detach().to(p.device, p.dtype, copy=True)
-        self._plan.start_averages(found, max(1, self.updates))
+        plan = self._plan
+        counts = getattr(state_dict, "_metadata", {}).get(_COUNTS, {})
+        plan.start_averages(found, max(1, counts.get("updates", self.updates)))
+        plan.host.ema_calls = counts.get("calls", plan.host.ema_calls)
 
     @contextmanager
     def swapped(self) -> Iterator[nn.Module]:

@@ -65,6 +65,8 @@ def why_loose(p: Tensor) -> str:
         return "it is a view of a larger buffer"
     if p.device.type == "cpu" and (storage.is_shared() or storage.is_pinned()):
         return "it lies in shared or pinned memory"
+    if not storage.resizable():  # numpy's, a bytearray's, another process's
+        return "its memory is not torch's own"
     return ""
 
 

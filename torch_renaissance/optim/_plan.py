@@ -55,7 +55,8 @@ class Plan(PlanState):
     def sync(self, optimizer: torch.optim.Optimizer) -> None:
         """Adopts new parameters, moved ones and foreign state; makes state for new gradients."""
         self._pending.clear()
-        with torch.no_grad():
+        # Memory made in inference mode couldn't be trained afterwards.
+        with torch.inference_mode(False), torch.no_grad():
             moves = self._place(optimizer)
             self._keep_state(optimizer)
             self._make_state(optimizer)
