@@ -51,7 +51,7 @@ PYBIND11_MODULE(_C, m) {
   m.attr("GRAD_NORM") = int{kGradNorm};
   m.attr("AVERAGED") = int{kAveraged};
   m.attr("NORM_PARTIALS") = 2 * kNormPartials;
-  py::class_<HostStep>(m, "HostStep")
+  py::class_<HostStep>(m, "HostStep", collected<HostStep>())
       .def(py::init<const std::string&>())
       .def("set_plan", &HostStep::set_plan)
       .def("run",

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <string>
 #include <unordered_set>
+#include <utility>
 #include <vector>
 
 #include "checks.h"
@@ -77,16 +78,7 @@ class HostPlan {
       if (p.accumulated) accumulated.insert(p.object);
       if (p.updated) updated.insert(p.object);
     }
-    groups_.clear();
-    parameters_.clear();
-    state_.clear();
-    values_.clear();
-    launches_.clear();
-    tables_.clear();
-    averages_ = false;
-    hyper_.forget();
-    held_.clear();
-    frozen_.clear();
+    const std::vector<py::object> until_the_end = forget();
     for (const auto& p : frozen) frozen_.push_back(p.ptr());
     for (const auto& group : groups) {
       std::vector<PyObject*> objects;
@@ -126,6 +118,13 @@ class HostPlan {
     static PyObject *const groups = name("param_groups"), *const state = name("state");
     return unchanged(get(own.ptr(), groups), get(own.ptr(), state));
   }
+
+  // For the garbage collector: a hook that a parameter holds may lead back to the optimizer.
+  int traverse(visitproc visit, void* arg) const {
+    for (const py::object& o : held_) Py_VISIT(o.ptr());
+    return 0;
+  }
+  void release() { forget(); }
 
   // Changes when work captured before would write to the wrong places or leave something out.
   int64_t generation() const { return generation_; }
@@ -179,6 +178,20 @@ class HostPlan {
   int64_t generation_ = 0;
 
  private:
+  // Empties itself first: letting go of what is returned may run Python code that asks this object.
+  std::vector<py::object> forget() {
+    groups_.clear();
+    parameters_.clear();
+    state_.clear();
+    values_.clear();
+    launches_.clear();
+    tables_.clear();
+    frozen_.clear();
+    averages_ = false;
+    hyper_.forget();
+    return std::exchange(held_, {});
+  }
+
   void hold(PyObject* o) { held_.push_back(py::reinterpret_borrow<py::object>(o)); }
   void add_launch(const py::dict& from) {
     Launch launch{};

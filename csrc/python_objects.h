@@ -67,7 +67,27 @@ inline PyObject* find(PyObject* dict, PyObject* key) {
 
 inline bool truth(PyObject* dict, PyObject* key) {
   PyObject* o = PyDict_GetItem(dict, key);
-  return o != nullptr && PyObject_IsTrue(o) == 1;
+  const int is = o == nullptr ? 0 : PyObject_IsTrue(o);
+  if (is < 0) throw py::error_already_set();
+  return is != 0;
+}
+
+// Lets the garbage collector see what a T holds, so that a cycle through it is freed.
+template <typename T>
+py::custom_type_setup collected() {
+  return py::custom_type_setup([](PyHeapTypeObject* heap_type) {
+    PyTypeObject* type = &heap_type->ht_type;
+    type->tp_flags |= Py_TPFLAGS_HAVE_GC;
+    type->tp_traverse = [](PyObject* self, visitproc visit, void* arg) {
+      Py_VISIT(Py_TYPE(self));
+      if (!py::detail::is_holder_constructed(self)) return 0;
+      return py::cast<T&>(py::handle(self)).traverse(visit, arg);
+    };
+    type->tp_clear = [](PyObject* self) {
+      if (py::detail::is_holder_constructed(self)) py::cast<T&>(py::handle(self)).release();
+      return 0;
+    };
+  });
 }
 
 // An attribute of the optimizer that GradScaler sets for the time of a step.

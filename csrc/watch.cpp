@@ -278,28 +278,6 @@ int Watch::traverse(visitproc visit, void* arg) const {
   return 0;
 }
 
-namespace {
-
-// Lets the garbage collector see what a T holds, so that a cycle through it is freed.
-template <typename T>
-py::custom_type_setup collected() {
-  return py::custom_type_setup([](PyHeapTypeObject* heap_type) {
-    PyTypeObject* type = &heap_type->ht_type;
-    type->tp_flags |= Py_TPFLAGS_HAVE_GC;
-    type->tp_traverse = [](PyObject* self, visitproc visit, void* arg) {
-      Py_VISIT(Py_TYPE(self));
-      if (!py::detail::is_holder_constructed(self)) return 0;
-      return py::cast<T&>(py::handle(self)).traverse(visit, arg);
-    };
-    type->tp_clear = [](PyObject* self) {
-      if (py::detail::is_holder_constructed(self)) py::cast<T&>(py::handle(self)).release();
-      return 0;
-    };
-  });
-}
-
-}  // namespace
-
 void bind_watch(py::module_& m) {
   py::class_<Watch>(m, "Watch", collected<Watch>())
       .def(py::init<>())

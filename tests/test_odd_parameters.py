@@ -4,6 +4,7 @@
 
 import copy
 import gc
+import weakref
 
 import pytest
 import torch
@@ -308,3 +309,35 @@ def test_what_is_made_in_inference_mode_can_be_trained_afterwards(device, gradie
     for a, b in zip(native.parameters(), ours.parameters(), strict=True):
         assert not b.is_inference()
         torch.testing.assert_close(b, a)
+
+
+def test_a_hook_that_leads_back_to_its_optimizer_is_collected(device, gradients):
+    class Trainer:
+        def __init__(self):
+            self.model, self.scale = mlp().to(device), 2.0
+            self.optimizer = torch.optim.Adam(self.model.parameters())
+            tr.accelerate(self.model, self.optimizer, gradients=gradients)
+            for p in self.model.parameters():
+                p.register_hook(lambda grad: grad * self.scale)
+
+    trainer = Trainer()
+    for _ in range(2):
+        square(trainer.model).backward()
+        trainer.optimizer.step()
+        trainer.optimizer.zero_grad()
+    alive = weakref.ref(trainer)
+    del trainer
+    gc.collect()
+    assert alive() is None
+
+
+def test_a_flag_that_has_no_truth_is_an_error_of_the_step(device, gradients):
+    model = mlp().to(device)
+    optimizer = torch.optim.Adam(model.parameters())
+    tr.accelerate(model, optimizer, gradients=gradients)
+    before = values_of(model.parameters())
+    optimizer.param_groups[0]["maximize"] = torch.tensor([True, False])
+    square(model).backward()
+    with pytest.raises(RuntimeError, match="Boolean value of Tensor with more than one value"):
+        optimizer.step()
+    assert equal(values_of(model.parameters()), before)
