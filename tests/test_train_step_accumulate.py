@@ -2,6 +2,8 @@
 # TrainStep's accumulate=: sums over micro-batches, whose number, shapes and gradients may change,
 # beside the loop by hand.
 
+import copy
+import gc
 import warnings
 
 import pytest
@@ -24,6 +26,7 @@ from stepping import (
     vectors,
 )
 from testing import DEVICES, Two, close, conv_bn, equal, mlp, pair, same, same_state, values_of
+from torch import nn
 from torch.utils import _pytree as pytree
 
 import torch_renaissance as tr
@@ -229,3 +232,91 @@ def test_what_accumulate_must_not_be(accumulate, device):
     assert twins.step.accumulate == 2
     with pytest.raises(ValueError, match=r"accumulate must be an int >= 1, got"):
         tr.TrainStep(twins.loss_fns[1], twins.optimizers[1], accumulate=accumulate)
+
+
+def accumulating_steps(device, count=1):
+    model = mlp().to(device)
+    model, optimizer = tr.accelerate(model, torch.optim.SGD(model.parameters(), 0.1))
+    steps = [
+        tr.TrainStep(lambda x: model(x).pow(2).mean(), optimizer, accumulate=2)
+        for _ in range(count)
+    ]
+    return model, optimizer, steps
+
+
+def test_cycles_of_two_steps_do_not_mix(device):
+    """The sums are the optimizer's; in turn, whole cycles, both may use them."""
+    x = torch.ones(3, 4, device=device)
+    model, _, (first, second) = accumulating_steps(device, 2)
+    for step in (first, second):
+        for _ in range(4):
+            step(x)
+    first(x)
+    before = values_of(model.parameters())
+    with pytest.raises(RuntimeError, match="another TrainStep has summed 1 of 2 micro-batches on"):
+        second(x)
+    assert equal(values_of(model.parameters()), before)
+    first(x)
+    assert not equal(values_of(model.parameters()), before)
+    second(x)
+    del second, step  # and what it has begun
+    gc.collect()
+    first(x)
+
+
+def test_an_update_that_fails_ends_its_cycle(device):
+    x = [torch.full((3, 4), float(i), device=device) for i in range(1, 5)]
+    model, optimizer, (step,) = accumulating_steps(device)
+    weights = copy.deepcopy(model.state_dict())
+    fails = optimizer.register_step_pre_hook(lambda *_: 1 / 0)
+    step(x[0])
+    with pytest.raises(ZeroDivisionError):
+        step(x[1])
+    fails.remove()
+    assert equal(model.state_dict().values(), weights.values())
+    step(x[2])
+    assert equal(model.state_dict().values(), weights.values()), "a new cycle has begun"
+    step(x[3])
+    again, _, (other,) = accumulating_steps(device)
+    again.load_state_dict(weights)
+    for batch in x[2:]:
+        other(batch)
+    assert equal(values_of(model.parameters()), values_of(again.parameters()))
+
+
+def test_inside_of_swapped_nothing_runs(device):
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).to(device)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model, optimizer = tr.accelerate(model, optimizer, ema_decay=0.9)
+    step = tr.TrainStep(lambda x: model(x).pow(2).mean(), optimizer, accumulate=2)
+    x = torch.ones(3, 4, device=device)
+    for _ in range(4):
+        step(x)
+    with tr.Ema(model, optimizer).swapped():
+        before = copy.deepcopy(model.state_dict())
+        with pytest.raises(RuntimeError, match="hold their averages now; step outside of"):
+            step(x)
+        assert equal(model.state_dict().values(), before.values())
+    step(x)
+
+
+@pytest.mark.parametrize("what", ["accumulate", "scaler", "fp16"])
+def test_a_replaced_step_that_would_not_be_called_is_refused(what, device):
+    model = mlp().to(device)
+    model, optimizer = tr.accelerate(model, torch.optim.SGD(model.parameters(), 0.1))
+    options = {
+        "accumulate": {"accumulate": 2},
+        "scaler": {"scaler": torch.amp.GradScaler(device)},
+        "fp16": {"precision": "fp16"},
+    }[what]
+    step = tr.TrainStep(lambda x: model(x).pow(2).mean(), optimizer, **options)
+    optimizer.step = lambda *_: None
+    before = values_of(model.parameters())
+    why = "accumulate=2" if what == "accumulate" else "a loss scale"
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "TrainStep runs eagerly: the optimizer's step was")
+        with pytest.raises(RuntimeError, match=f"replaced, which a step with {why} doesn't call"):
+            step(torch.ones(3, 4, device=device))
+        assert equal(values_of(model.parameters()), before)
+        del optimizer.step
+        step(torch.ones(3, 4, device=device))

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import traceback
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 
@@ -17,6 +18,10 @@ from ._captured import unflatten
 from ._ops import _C
 from ._step_arguments import check, check_data, compile_arguments, loss_and_extras
 from .graphs import CaptureError, Pool, RandomState
+
+# Whose micro-batches an optimizer's sums hold.
+_LAST_CYCLE: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[Eager]]
+_LAST_CYCLE = weakref.WeakKeyDictionary()
 
 
 class Eager:
@@ -81,7 +86,13 @@ class Eager:
     # -- one step --------------------------------------------------------------------------------
 
     def __call__(self, leaves: tuple, spec):
-        """An eager step; returns what `loss_fn` returned, detached, as copies."""
+        """An eager step; returns what `loss_fn` returned, detached, as copies.
+
+        Raises:
+            RuntimeError: inside of `Ema.swapped()`, amid another TrainStep's micro-batches, and for
+            a replaced `optimizer.step` that wouldn't be called. Nothing has been changed then.
+        """
+        self._refuse()
         if self.precision:
             self.prepare_low(self.roots())
             if not self._plan.host.fits(vars(self.optimizer)):
@@ -220,16 +231,39 @@ class Eager:
             self.optimizer.zero_grad()
 
     def begin_micro_batch(self) -> None:
+        self._refuse_another_cycle()
         if self._micro == 0:
             self.optimizer._begin_accumulation()
+            _LAST_CYCLE[self.optimizer] = weakref.ref(self)
 
     def end_micro_batch(self) -> None:
-        """After the last one of a cycle: the update."""
+        """After the last one of a cycle: the update. If that raises, the cycle counts for nothing,
+        as the gradients of a step that raises."""
         self._micro += 1
         if self._micro >= self.cycle:
-            self.optimizer._train_step(self.scale_parts(), self.cycle)
-            self._micro = 0
-            self.cycle = self.accumulate
+            size, self._micro, self.cycle = self.cycle, 0, self.accumulate
+            self.optimizer._train_step(self.scale_parts(), size)
+
+    def _refuse(self) -> None:
+        self.optimizer._refuse_averages()
+        if self.accumulates:
+            self._refuse_another_cycle()
+        if self.step_replaced and (self.accumulates or self.scale_parts() is not None):
+            why = f"accumulate={self.cycle}" if self.accumulates else "a loss scale"
+            raise RuntimeError(
+                f"TrainStep: optimizer.step was replaced, which a step with {why} doesn't call; "
+                f"delete the attribute, or train without {why}"
+            )
+
+    def _refuse_another_cycle(self) -> None:
+        """The sums are the optimizer's: two cycles would take each other's."""
+        last = _LAST_CYCLE.get(self.optimizer)
+        other = last and last()
+        if other is not None and other is not self and other._micro:
+            raise RuntimeError(
+                f"TrainStep: another TrainStep has summed {other._micro} of {other.cycle} "
+                "micro-batches on this optimizer; call it until it has updated, or delete it"
+            )
 
     # -- gradients -------------------------------------------------------------------------------
 

@@ -189,19 +189,22 @@ class Fused:
             "don't modify them from another thread"
         )
 
+    def _refuse_averages(self) -> None:
+        if self._current_plan().swapped:
+            raise RuntimeError(
+                f"{type(self).__name__}.step: the parameters hold their averages now; step outside "
+                "of `Ema.swapped()`"
+            )
+
     def _update(
         self, loss_scale: tuple | None = None, micro_batches: int = 1, prepared: bool = False
     ) -> None:
         """The step without hooks. For TrainStep: `loss_scale` (`LossScale.parts`) has scaled the
         gradients; with `micro_batches > 1` they were summed by `_accumulate`; `prepared`: the
         hyper-parameters are on the device already."""
+        self._refuse_averages()
         plan = self._current_plan()
         own = vars(self)
-        if plan.swapped:
-            raise RuntimeError(
-                f"{type(self).__name__}.step: the parameters hold their averages now; step outside "
-                "of `Ema.swapped()`"
-            )
         if micro_batches == 1 and plan.options.gradients == "flat" and not own.get("_packed"):
             self.pack_gradients()
         packed = own.get("_packed")
