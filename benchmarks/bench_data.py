@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # an in-place build, if none is installed
+sys.path.append(str(Path(__file__).resolve().parents[1] / "examples"))
 
 import common
 import data_loaders

@@ -9,6 +9,7 @@ from functools import partial
 
 import data_report as report
 import data_stock as stock
+import mnist_recipe
 import timers
 import torch
 import train_step_cases as models
@@ -24,19 +25,13 @@ STEPS, QUICK_STEPS = 100, 2  # of an epoch
 
 
 def transforms_of(recipe: str) -> tuple:
-    data = tr.data
-    last = (
-        data.RandomErasing(**stock.ERASING[recipe]),
-        data.Normalize(stock.MEAN[recipe], stock.STD[recipe]),
-    )
     if recipe == "mnist":
-        turned = (
-            data.RandomRotation(stock.ROTATION, interpolation="bilinear"),
-            data.RandomScale(stock.SCALE, interpolation="bilinear"),
-        )
-        return (data.Pad(2), data.RandomCrop(28), *turned, data.ToFloat(), *last)
+        return tuple(mnist_recipe.augmentation(torch.float32))
+    data = tr.data
     moved = (data.RandomCrop(32, padding=4), data.RandomHorizontalFlip())
-    return (*moved, data.ToFloat(), *last)
+    erasing = data.RandomErasing(**stock.ERASING[recipe])
+    normalize = data.Normalize(stock.MEAN[recipe], stock.STD[recipe])
+    return (*moved, data.ToFloat(), erasing, normalize)
 
 
 class ChannelsLast(nn.Module):

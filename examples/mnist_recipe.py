@@ -85,12 +85,8 @@ def read_sets(folder: Path | None) -> list[data.DeviceDataset]:
     ]
 
 
-def train_ours(args, seed: int, epochs: int, advance) -> Run:
-    device = args.device
-    low = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(args.precision, torch.float32)
-    tr.seed(seed)
-    train, test = (d.to(device) for d in args.sets)
-    augmentation = [
+def augmentation(dtype: torch.dtype) -> list:
+    return [
         data.Pad(2),
         data.RandomCrop(28),
         data.RandomRotation(20, interpolation="bilinear"),
@@ -98,9 +94,16 @@ def train_ours(args, seed: int, epochs: int, advance) -> Run:
         # With grey, neither paper nor ink: a digit that lost a part to black may be another one.
         data.RandomErasing(p=0.5, value=255 / 2),
         data.Normalize(MEAN, STD),
-        data.ToFloat(low),
+        data.ToFloat(dtype),
     ]
-    loader = data.DeviceLoader(train, args.batch, transforms=augmentation, seed=seed)
+
+
+def train_ours(args, seed: int, epochs: int, advance) -> Run:
+    device = args.device
+    low = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(args.precision, torch.float32)
+    tr.seed(seed)
+    train, test = (d.to(device) for d in args.sets)
+    loader = data.DeviceLoader(train, args.batch, transforms=augmentation(low), seed=seed)
     plain = [data.Normalize(MEAN, STD), data.ToFloat(low)]
     validation = data.CachedValidation(
         data.DeviceLoader(test, len(test), shuffle=False, transforms=plain), device=device

@@ -17,6 +17,14 @@ import data_stock as stock
 CPU = torch.device("cpu")
 
 
+def test_both_sides_augment_digits_alike():
+    _, _, rotation, scale, erasing, normalize, _ = bench_data.transforms_of("mnist")
+    assert rotation.degrees == (-stock.ROTATION, stock.ROTATION) and scale.scale == stock.SCALE
+    theirs = stock.ERASING["mnist"]
+    assert (erasing.p, *erasing.value) == (theirs["p"], 255 * theirs["value"])
+    assert (normalize.mean, normalize.std) == (stock.MEAN["mnist"], stock.STD["mnist"])
+
+
 @pytest.mark.parametrize("recipe", stock.SHAPES)
 @pytest.mark.parametrize("pil", [True, False])
 def test_stock_transforms_normalize(recipe, pil):

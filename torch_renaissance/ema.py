@@ -56,7 +56,7 @@ class Ema:
     def state_dict(self) -> dict[str, Tensor]:
         """The model's `state_dict` with averages in place of weights, as tensors of their own; any
         model of the same class loads it. How many steps they have seen stands in its `_metadata`,
-        as versions of modules do."""
+        as versions of modules do. Waits for the device."""
         plan = self._plan
         averages = {} if plan.swapped else plan.averages()
         tensors = self._model.state_dict(keep_vars=True)

@@ -145,7 +145,8 @@ def _place(error: Exception, function: Callable) -> str:
         for frame in frames
         if not any(path in Path(frame.filename).resolve().parents for path in ours)
     ]
-    for frame in [*theirs[-1:], *frames[:1]]:
+    if frames:
+        frame = theirs[-1] if theirs else frames[0]
         return f"{frame.filename}:{frame.lineno}"
     code = getattr(inspect.unwrap(function), "__code__", None)
     return f"{code.co_filename}:{code.co_firstlineno}" if code else repr(function)
