@@ -54,6 +54,16 @@ def test_the_second_batch_of_a_shape_is_captured_and_the_rest_replayed(device, c
     assert replays(evaluator) == 13 and not calls
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
+def test_a_scripted_module_is_evaluated_eagerly(device, captures):
+    model, batches = torch.jit.script(nn.Linear(4, 3).to(device).double()), batches_of(device)
+    batches = [(x.flatten(1)[:, :4].double(), y % 3) for x, y in batches]
+    evaluator, expected = tr.Evaluator(model), by_hand(model, batches)
+    with pytest.warns(UserWarning, match="model is a torch.jit.ScriptModule"):
+        agree(evaluator(batches), expected)
+    assert replays(evaluator) == 0
+
+
 def set_scale(value):
     def change(model):
         evaluators.SCALE = value

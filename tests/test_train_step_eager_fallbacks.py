@@ -119,6 +119,23 @@ def test_a_batch_that_requires_a_gradient(device):
     twins.check()
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
+def test_a_scripted_module(device):
+    """Its numbers lie outside of Python, where a change isn't seen."""
+    runs = []
+    with Warned() as found:
+        for make_step in (by_hand, lambda *args: tr.TrainStep(*args)):
+            torch.manual_seed(0)
+            model = torch.jit.script(mlp().to(device))
+            optimizer = tr.accelerate(model, torch.optim.AdamW(model.parameters(), lr=0.01))[1]
+            step = make_step(mean_square(model), optimizer)
+            runs.append([step(*batch) for batch in noises(6, 6, 4, device=device)])
+    assert len(found) == 1 and not step.captured
+    if device == "cuda":
+        assert "model is a torch.jit.ScriptModule" in found.texts[0]
+    close(torch.stack(runs[1]), torch.stack(runs[0]))
+
+
 class Labelled(torch.Tensor):
     pass
 

@@ -24,7 +24,18 @@ from failing import (
     random_states,
     seed,
 )
-from stepping import ADAMW, NESTEROV, WARMUP, Twins, by_hand, each_row, mean_square, noise, noises
+from stepping import (
+    ADAMW,
+    NESTEROV,
+    WARMUP,
+    Twins,
+    agree,
+    by_hand,
+    each_row,
+    mean_square,
+    noise,
+    noises,
+)
 from testing import DEVICES, close, equal, mlp, same, same_state
 from torch.utils.data import DataLoader, TensorDataset
 from uncapturable import (
@@ -194,6 +205,42 @@ def test_verify_passes_a_good_model(accumulate, row, device):
     same(c, b)
     same_state(oc, ob)
     assert b.norm.num_batches_tracked == 16
+
+
+def keeps_a_mean(model):
+    """A tensor of the closure that every step moves, as a memory bank or a carried state."""
+    mean = {
+        "of outputs": torch.zeros((), dtype=torch.float64, device=next(model.parameters()).device)
+    }
+
+    def loss_fn(x):
+        out = model(x).mean()
+        loss = (out - mean["of outputs"].clone()).pow(2)
+        with torch.no_grad():
+            mean["of outputs"].lerp_(out, 0.5)
+        return loss, mean["of outputs"]
+
+    return loss_fn
+
+
+def changes_its_batch(model):
+    return lambda x: model(x.mul_(0.5)).pow(2).mean()
+
+
+@pytest.mark.parametrize("loss_of", [keeps_a_mean, changes_its_batch], ids=lambda f: f.__name__)
+def test_verify_puts_back_what_its_step_changed(loss_of, device):
+    """Also what is neither a module's nor the optimizer's: else it would change twice."""
+    twins = Twins(Net, NESTEROV, loss_of, device, verify=True)
+    with Warned() as found:
+        for batch in noises(8, 6, 4, device=device):
+            torch.manual_seed(len(twins.replayed))
+            expected = twins.native(batch[0].clone())
+            torch.manual_seed(len(twins.replayed))
+            agree(twins.step(*batch), expected)
+            twins.replayed.append(twins.step.captured)
+    twins.check_replays(True, True, True, True)
+    assert len(found) == (device != "cuda")
+    twins.check()
 
 
 def other_loss(model):

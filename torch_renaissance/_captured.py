@@ -67,6 +67,7 @@ class Key:
         self.switches = _C.GlobalState()
         self.calls = 0  # eager ones so far
         self.failed = ""  # why it can't be captured
+        self.changes: dict[str, Tensor] = {}  # what loss_fn changes besides modules; for verify=
 
     def fits(self, leaves: tuple, spec, accumulates: bool) -> bool:
         return (

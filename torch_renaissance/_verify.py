@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
@@ -14,11 +16,29 @@ from ._eager import Eager
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 
 
-class _State:
-    """All tensors that a step changes, with their values."""
+class Kept:
+    """Tensors that `loss_fn` keeps outside of modules: which of them does a step change?"""
 
-    def __init__(self, eager: Eager):
-        self.named: dict[str, Tensor] = {}
+    def __init__(self, loss_fn: Callable):
+        found = _watch.look_into(loss_fn).tensors
+        self._versions = [
+            (t.detach(), name, t._version) for t, name in found.items() if not t.is_inference()
+        ]
+
+    def changed(self) -> dict[str, Tensor]:
+        """Since this was made, by name."""
+        return {name: t for t, name, version in self._versions if t._version != version}
+
+
+class _State:
+    """All tensors that a step changes, with their values.
+
+    Args:
+        kept: those of `loss_fn`, besides modules and the optimizer.
+    """
+
+    def __init__(self, eager: Eager, kept: dict[str, Tensor]):
+        self.named: dict[str, Tensor] = dict(kept)
         for module, name in _watch.all_modules(eager.roots()).items():
             for kind in (module._parameters, module._buffers):
                 for key, t in kind.items():
@@ -50,8 +70,8 @@ class _State:
 class Expected:
     """What an eager step gave and left behind."""
 
-    def __init__(self, eager: Eager, results, before: _State, after: _State):
-        self.results, self._eager = results, eager
+    def __init__(self, eager: Eager, kept: dict[str, Tensor], results, before, after):
+        self.results, self._eager, self._kept = results, eager, kept
         self._before, self._after = before, after
 
     def difference(self, results) -> str:
@@ -62,7 +82,7 @@ class Expected:
             for i, (a, b) in enumerate(zip(ours, theirs, strict=True))
             if isinstance(a, Tensor)
         ]
-        now = _State(self._eager).values
+        now = _State(self._eager, self._kept).values
         pairs += [(name, now[name], value) for name, value in self._after.values.items()]
         for name, got, expected in pairs:
             apart = _apart(got, expected)
@@ -79,13 +99,14 @@ class Expected:
         self._after.restore(self._eager)
 
 
-def eager_step(eager: Eager, leaves: tuple, spec) -> Expected:
-    """Runs one and puts everything back as it was before."""
-    before = _State(eager)
-    results = eager(leaves, spec)
-    after = _State(eager)
+def eager_step(eager: Eager, leaves: tuple, spec, kept: dict[str, Tensor]) -> Expected:
+    """Runs one and puts everything back as it was before, the batch too."""
+    before = _State(eager, kept)
+    batch = tuple(leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves)
+    results = eager(batch, spec)
+    after = _State(eager, kept)
     before.restore(eager)
-    return Expected(eager, results, before, after)
+    return Expected(eager, kept, results, before, after)
 
 
 def _apart(got: Tensor, expected: Tensor) -> str:

@@ -178,6 +178,14 @@ def all_modules(roots: dict[nn.Module, str]) -> dict[nn.Module, str]:
     return found
 
 
+def unseen(modules: dict[nn.Module, str]) -> str:
+    """Which module keeps its values where a watch doesn't see them change, or ''."""
+    for module, name in modules.items():
+        if isinstance(module, torch.jit.ScriptModule):
+            return f"{name} is a torch.jit.ScriptModule, which keeps its values outside of Python"
+    return ""
+
+
 def watch(found: Found, modules: dict[nn.Module, str], optimizer: torch.optim.Optimizer | None):
     """Everything of these that a replay takes for granted, as it is now."""
     w = _C.Watch()

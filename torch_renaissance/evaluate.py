@@ -196,9 +196,11 @@ class Evaluator:
     # -- capture ---------------------------------------------------------------------------------
 
     def _why_not(self) -> str:
-        return self._why_no_graphs() or _watch.forward_hooks(
-            _watch.all_modules(self._roots(self._look()))
-        )
+        reason = self._why_no_graphs()
+        if reason:
+            return reason
+        modules = _watch.all_modules(self._roots(self._look()))
+        return _watch.unseen(modules) or _watch.forward_hooks(modules)
 
     def _why_no_graphs(self) -> str:
         device = self._sums.device

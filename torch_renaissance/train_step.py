@@ -190,9 +190,14 @@ class TrainStep:
             self._fall_back(reason)
         elif key.calls >= (self._warmup if not self._graphs else 1):
             return self._capture(key, leaves)
-        if key is not None:
-            key.calls += 1
-        return self._eager(leaves, spec)
+        if key is None:
+            return self._eager(leaves, spec)
+        key.calls += 1
+        kept = _verify.Kept(self._loss_fn) if self._verify else None
+        results = self._eager(leaves, spec)
+        if kept is not None:
+            key.changes = kept.changed()
+        return results
 
     def _why_not(self) -> str:
         device = self._eager.device
@@ -207,7 +212,8 @@ class TrainStep:
             return "the optimizer's step was replaced"
         if any(p.grad is not None for g in self._optimizer.param_groups for p in g["params"]):
             return "a parameter has a gradient already, to which backward adds"
-        return _watch.hooks(_watch.all_modules(self._eager.roots()), self._optimizer)
+        modules = _watch.all_modules(self._eager.roots())
+        return _watch.unseen(modules) or _watch.hooks(modules, self._optimizer)
 
     def _why_no_room(self) -> str:
         generation = self._optimizer._current_plan().host.generation
@@ -241,7 +247,9 @@ class TrainStep:
     # -- capture ---------------------------------------------------------------------------------
 
     def _capture(self, key: Key, leaves: tuple):
-        expected = _verify.eager_step(self._eager, leaves, key.spec) if self._verify else None
+        expected = None
+        if self._verify:
+            expected = _verify.eager_step(self._eager, leaves, key.spec, key.changes)
         host = self._optimizer._current_plan().host
         calls = host.ema_calls
         captured, failure = self._try(key, leaves)
