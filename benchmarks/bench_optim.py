@@ -57,7 +57,7 @@ def measure(problem: Problem, args: argparse.Namespace, device: torch.device) ->
     variants = variants_of.build_all(problem)
     record["check"] = variants_of.check(problem, variants)
     steps = variants_of.timed_steps(variants)
-    before = timers.l2_flusher(device) if args.cold and device.type == "cuda" else None
+    before = timers.l2_flusher(device) if args.cold else None
     us = {"b2b": timers.time_b2b(steps, device, rounds, budget)}
     us |= timers.time_single(steps, device, repeats, before)
     if device.type == "cuda":
@@ -128,6 +128,10 @@ class OptimizerSteps(common.Benchmark):
         parser.add_argument("--cold", action="store_true", help="flush L2 before each single step")
 
     def complete(self, args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+        if args.cold and args.device != "cuda":
+            parser.error(
+                f"--cold flushes a GPU's L2 cache; leave it out with --device {args.device}"
+            )
         default = CUDA_CASES if args.device == "cuda" else CPU_CASES
         default = default[:QUICK_CASES] if args.quick else default
         args.cases = common.names(args.cases, list(CASES), parser) or default

@@ -67,13 +67,49 @@ def ending(ends: int | None) -> str:
     return f"no gain beyond batch {ends:,}" if ends else "no gain at any batch"
 
 
+def batches_of(text: str, apart: str, option: str) -> list[int]:
+    """Sizes with `apart` between them, ascending, each once.
+
+    Raises:
+        ValueError: with a sentence, for what isn't a whole number of at least 1.
+    """
+    try:
+        found = sorted({int(batch) for batch in text.split(apart)})
+    except ValueError:
+        example = apart.join(("8", "64", "512"))
+        raise ValueError(f"{option}: expected whole numbers, as in {example}") from None
+    if found[0] < 1:
+        raise ValueError(f"{option}: a batch must be at least 1, got {found[0]}")
+    return found
+
+
+def own_batches(text: str) -> dict[str, list[int] | None]:
+    """Of `--models`: each model's own sizes, None where none follow its name.
+
+    Raises:
+        ValueError: with a sentence, for sizes that aren't, or a model that is named twice.
+    """
+    found: dict[str, list[int] | None] = {}
+    for part in text.split(","):
+        model, colon, sizes = part.strip().partition(":")
+        if model in found:
+            raise ValueError(f"--models {text}: {model} is named twice; write {model}:8/64/512")
+        found[model] = batches_of(sizes, "/", f"--models {part.strip()}") if colon else None
+    return found
+
+
 class Sweep(common.Benchmark):
     description = "Time training steps at growing batch sizes."
     settings = ("precision", "budget", "models", "batches", "variants", "cases")
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("--models", help=f"comma-separated, of: {', '.join(CASES)}")
-        parser.add_argument("--batches", help="comma-separated (default: up to 2048, by model)")
+        parser.add_argument(
+            "--models",
+            help=f"comma-separated, of: {', '.join(CASES)}; mlp:32/256 has batches of its own",
+        )
+        parser.add_argument(
+            "--batches", help="of the other models, comma-separated (default: up to 2048, by model)"
+        )
         parser.add_argument("--compile", action="store_true", help=f"{COMPILED} too")
         parser.add_argument("--precision", choices=DTYPES, help="fp16; on a CPU fp32")
         parser.add_argument("--budget", type=float, help="seconds for the timing of one batch size")
@@ -83,17 +119,18 @@ class Sweep(common.Benchmark):
             args.budget = QUICK_BUDGET if args.quick else BUDGET
         complete_budget(args, parser)
         default = list(QUICK_MODELS if args.quick else BATCHES)
-        args.models = common.names(args.models, list(CASES), parser) or default
-        if args.batches:
-            try:
-                args.batches = sorted({int(batch) for batch in args.batches.split(",")})
-            except ValueError:
-                parser.error(f"--batches {args.batches}: expected whole numbers, as in 8,64,512")
-            if args.batches[0] < 1:
-                parser.error(f"--batches {args.batches[0]}: must be at least 1")
+        try:
+            own = own_batches(args.models or ",".join(default))
+            if args.batches:
+                args.batches = batches_of(args.batches, ",", f"--batches {args.batches}")
+        except ValueError as error:
+            parser.error(str(error))
+        args.models = common.names(",".join(own), list(CASES), parser)
         args.variants = [EAGER, GRAPH, OURS] + [COMPILED] * args.compile
         args.cases = [
-            f"{model}/{batch}" for model in args.models for batch in self.sizes(model, args)
+            f"{model}/{batch}"
+            for model in args.models
+            for batch in own[model] or self.sizes(model, args)
         ]
 
     @staticmethod

@@ -50,8 +50,8 @@ CASE_OF = {  # models that take a loader's batches
 }
 
 
-def epochs(recipe: str, args: argparse.Namespace, device: torch.device) -> tuple[dict, int]:
-    """Calls that train for an epoch each, and how many images that is."""
+def epochs(recipe: str, args: argparse.Namespace, device: torch.device) -> tuple[dict, dict]:
+    """Calls that train for an epoch each, and how much that is."""
     batch = 4 if args.quick else BATCH[recipe]
     size = batch * (QUICK_STEPS if args.quick else STEPS)
     images = stock.random_images(recipe, size, torch.device("cpu"))
@@ -84,14 +84,14 @@ def epochs(recipe: str, args: argparse.Namespace, device: torch.device) -> tuple
         "torchvision on the device + TrainStep": train(step(), resident),
         "DeviceLoader + TrainStep": train(step(), lambda: on_device),
         report.IN_STEP: lambda: [within() for _ in range(len(on_device))],
-    }, size
+    }, {"images": size, "batch": batch, "workers": workers}
 
 
 def measure(recipe: str, args: argparse.Namespace, device: torch.device) -> dict:
-    runs, size = epochs(recipe, args, device)
+    runs, sizes = epochs(recipe, args, device)
     for name, run in runs.items():  # workers start, steps are captured
         progress(f"    {name}")
         run()
     rounds = 3 if args.quick else 5
     wall = timers.interleave(runs, rounds, lambda name: timers.wall_time(runs[name], 1, device))
-    return {"images": size, "us": {"epoch": wall}}
+    return {**sizes, "us": {"epoch": wall}}

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import plots
+import report_data
+import report_losses
 import report_parts
 import report_steps
 from report_records import ROOT, Record, load
@@ -21,20 +23,22 @@ TABLES: dict[str, Callable[[list[Record]], list[str]]] = {
     "lars": report_parts.lars,
     "chain": report_parts.chain,
     "loss": report_parts.loss,
-    "data": report_parts.data,
-    "recipe": report_parts.recipe,
-    "losses": report_parts.losses,
+    "data": report_data.data,
+    "loader": report_data.loader,
+    "recipe": report_data.recipe,
+    "losses": report_losses.losses,
 }
 OF = {"split": "steps"}  # the records of a table that has none of its own
 
 
 def tables(records: dict[str, list[Record]]) -> dict[str, str]:
-    """The text between the markers of each table; empty where there is no record."""
+    """The text between the markers of each table; empty where no record has its cases."""
     every = [record for found in records.values() for record in found]
     found = {}
     for name, make in TABLES.items():
         given = every if name == "losses" else records[OF.get(name, name)]
-        found[name] = "\n".join(make(given)) + "\n" if given else ""
+        lines = make(given) if given else []
+        found[name] = "\n".join(lines) + "\n" if lines else ""
     return found
 
 

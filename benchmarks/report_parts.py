@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# The README's tables of what a step is made of: optimizer, its chain, loss, data; and of losses.
-import statistics
-
+# The README's tables of what a step is made of: optimizer, its chain, loss.
 from report_records import (
     SPREAD,
     Record,
@@ -15,6 +13,7 @@ from report_records import (
 
 TIMERS = {"b2b": "back to back", "single": "single step", "graph": "CUDA graph", "host": "host"}
 OPTIM_VARIANTS, OURS = ("foreach", "fused", "gather", "flat"), ("gather", "flat")
+LARS_VARIANTS = {"timm": "timm", "timm plain": "timm, one group", "gather": "ours"}
 
 
 def optim(records: list[Record]) -> list[str]:
@@ -73,17 +72,25 @@ def lars(records: list[Record]) -> list[str]:
             " / ".join(f"{n:,}" if n else "–" for n in kernels),
         ]
 
+    def times(case: str, taken: dict) -> list[list[str]]:
+        us = taken["us"]
+        return [
+            [f"{case}, {TIMERS[t]}", *(cell(us[t].get(v)) for v in LARS_VARIANTS)] for t in timers
+        ]
+
     columns = [*(f"× {TIMERS[t]}" for t in timers), f"× {TIMERS['graph']}, one group"]
     columns += [f"ours in a graph, {SPREAD}", "% of copy", "kernels: timm / ours"]
-    rows = {case: row(case, t) for record in records for case, t in record["cases"].items()}
+    cases = {case: taken for record in records for case, taken in record["cases"].items()}
+    timed = [line for case, taken in cases.items() for line in times(case, taken)]
     return [
         "`tr.optim.LARS` against timm's `Lars`, which is given bias-like tensors as a group "
         "without ratio and decay, so that both do the same; and against timm's as it is mostly "
         "called, with all parameters in one group.",
         "",
-        *table(["model", *columns], list(rows.values())),
+        *table(["model", *columns], [row(case, taken) for case, taken in cases.items()]),
         "",
         "\n\n".join(where(record) for record in records),
+        *fold("Times and spread", table([SPREAD, *LARS_VARIANTS.values()], timed)),
     ]
 
 
@@ -115,86 +122,18 @@ def loss(records: list[Record]) -> list[str]:
         row = rows.setdefault(f"{shape}, {dtype}", [])
         row += [times_cell(quotient(us["torch"], us["ours"]))]
         row += [f"{peak['ours'] / peak['torch']:.2f}"]
+    timed = [
+        [f"{shape}, {dtype}, {kind}", *(cell(taken["us"]["graph"][n]) for n in ("torch", "ours"))]
+        for case, taken in record["cases"].items()
+        for _, dtype, shape, kind in [case.split("/")]
+    ]
     columns = ["logits", "plain", "memory", "smoothed labels", "memory, smoothed"]
-    worst = max(
-        50 * (t["q3"] - t["q1"]) / t["median"]
-        for taken in record["cases"].values()
-        for t in taken["us"]["graph"].values()
-    )
     return [
         "`tr.cross_entropy`, forward and backward in a CUDA graph: torch's time over ours, and our "
         "peak of memory over torch's.",
         "",
         *table(columns, [[name, *row] for name, row in rows.items()]),
         "",
-        f"Half the quartiles' distance is {worst:.1f} % of a time at most. {where(record)}",
-    ]
-
-
-def data(records: list[Record]) -> list[str]:
-    (record,) = records
-    rows = []
-    for case, taken in record["cases"].items():
-        for timer, times in taken["us"].items():
-            ours = "ours" if "ours" in times else "DeviceLoader in the step"
-            for name, found in times.items():
-                speed = f"{taken['images'] / found['median'] * 1e6:,.0f}"
-                ratio = times_cell(quotient(found, times[ours]))
-                rows.append([f"{case}, {timer}: {name}", cell(found), speed, ratio])
-    shares = [
-        f"{case.split('/')[1]} {taken['percent_of_copy']:.0f} %"
-        for case, taken in record["cases"].items()
-        if "percent_of_copy" in taken
-    ]
-    return [
-        "### Data",
-        "",
-        f"Augmentation on the device, as a share of a copy's bandwidth: {', '.join(shares)}. Back "
-        "to back (b2b), Python launches each batch; in a graph, as `TrainStep` has it, it doesn't. "
-        "torchvision's transforms draw on the host and can't be captured.",
-        "",
-        *table(["what", SPREAD, "images/s", "time over ours"], rows),
-        "",
         where(record),
+        *fold("Times and spread", table([SPREAD, "torch", "ours"], timed)),
     ]
-
-
-def recipe(records: list[Record]) -> list[str]:
-    (record,) = records
-    taken = record["cases"]["mnist"]
-    rows = []
-    for backend in ("ours", "native"):
-        runs = taken[backend]
-        if not runs:
-            continue
-        last = [100 * run["accuracy"][-1] for run in runs]
-        speeds = [run["epochs_per_second"] for run in runs]
-        rows.append(
-            [
-                backend,
-                f"{len(runs)} of {len(runs[0]['accuracy'])} epochs",
-                f"{statistics.median(speeds):.2f} ({min(speeds):.2f} to {max(speeds):.2f})",
-                f"{statistics.mean(last):.2f} ({min(last):.2f} to {max(last):.2f})",
-            ]
-        )
-    return [
-        "The recipe of `examples/mnist_recipe.py`, with validation after each epoch, and the same "
-        f"as plain PyTorch has it, on {taken['images']:,} images. Both erase with grey, as black "
-        "is the background. Epochs/s leave out the first two, which compile, capture and start "
-        "workers.",
-        "",
-        *table(["", "trainings", "epochs/s, median", "% right at the end, mean"], rows),
-        "",
-        where(record),
-    ]
-
-
-def losses(records: list[Record]) -> list[str]:
-    """Every kept ratio of ours below 1; what a hand-made graph loses is its own."""
-    rows = [
-        [f"`{key}`", f"{ratio:.2f}"]
-        for record in records
-        for key, ratio in record["ratios"].items()
-        if ratio < 1 and not key.endswith("over hand graph")
-    ]
-    return fold("Every kept ratio below 1: ours is slower", table(["device/…/ours", "×"], rows))[1:]

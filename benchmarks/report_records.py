@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 from comparison import how_far
+from tables import half_spread
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -14,7 +15,7 @@ SEVERAL = {
     "lars": "lars*_h200.json",
     "chain": "chain*_h200.json",
 }
-GPU_RECORDS = ("optim", "loss", "sweep", "data", "recipe")
+GPU_RECORDS = ("optim", "loss", "sweep", "data", "loader", "recipe")
 
 Record = dict
 Range = tuple[float, float, float]  # ratio of medians, and its ends with either quartile
@@ -31,7 +32,9 @@ def load(folder: Path = RESULTS) -> dict[str, list[Record]]:
     }
 
 
-SPREAD = "µs, median ± half the quartiles' distance"
+HALF = "median ± half the quartiles' distance"
+SPREAD = f"µs, {HALF}"
+ENDS = "± half of what lies between its ends, which opposite quartiles of the two times give"
 
 
 # --- cells ---------------------------------------------------------------------------------------
@@ -42,12 +45,12 @@ def table(columns: list[str], rows: list[list[str]]) -> list[str]:
     return [f"| {' | '.join(cells)} |" for cells in (columns, rule, *rows)]
 
 
-def cell(times: dict | None) -> str:
-    """Median and half the quartiles' distance."""
+def cell(times: dict | None, unit: float = 1.0) -> str:
+    """Median in units of so many µs, and half the quartiles' distance."""
     if not times:
         return "–"
-    spread = 50 * (times["q3"] - times["q1"]) / times["median"]
-    return f"{times['median']:,.{0 if times['median'] >= 100 else 1}f} ±{spread:.0f} %"
+    median = times["median"] / unit
+    return f"{median:,.{0 if median >= 100 else 1}f} ±{half_spread(times):.0f} %"
 
 
 def quotient(above: dict | None, below: dict | None) -> Range | None:
@@ -61,10 +64,24 @@ def times_cell(found: Range | None) -> str:
     return "–" if found is None else f"{found[0]:.2f}"
 
 
+def spread_cell(found: Range | None) -> str:
+    """As ENDS says it."""
+    if found is None:
+        return "–"
+    middle, low, high = found
+    return f"{middle:.2f} ±{50 * (high - low) / middle:.0f} %"
+
+
+def span(ratios: list[float]) -> str:
+    least, most = f"{min(ratios):.1f}", f"{max(ratios):.1f}"
+    return least if least == most else f"{least} to {most}"
+
+
 def machine(record: Record) -> str:
     e = record["environment"]
+    gpu = f"one {e['gpu']} (driver {e['driver']}), " if e["gpu"] else ""
     return (
-        f"one {e['gpu']} (driver {e['driver']}), {e['cores']} cores of an {e['cpu']}, "
+        f"{gpu}{e['cores']} cores of an {e['cpu']}, "
         f"torch {e['torch']}, Python {e['python']}, {e['date'][:10]}"
     )
 

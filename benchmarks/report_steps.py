@@ -3,6 +3,7 @@
 from itertools import pairwise
 
 from report_records import (
+    ENDS,
     SPREAD,
     Range,
     Record,
@@ -12,12 +13,15 @@ from report_records import (
     machine,
     quotient,
     repeats,
+    span,
+    spread_cell,
     table,
     times_cell,
     where,
 )
 
-STEP_VARIANTS = ("eager", "eager fused", "compile", "hand graph", "TrainStep", "TrainStep compile")
+OURS = ("TrainStep", "TrainStep compile")
+STEP_VARIANTS = ("eager", "eager fused", "compile", "hand graph", *OURS)
 SWEEP = ("eager fused", "hand graph", "TrainStep")
 
 
@@ -41,12 +45,6 @@ def gain(times: dict, base: str, ours: str) -> Range | None:
     return quotient(times.get(base), times.get(ours))
 
 
-def best(times: dict, base: str) -> Range | None:
-    """Of TrainStep with and without `compile`, the faster one over `base`."""
-    found = [gain(times, base, name) for name in ("TrainStep", "TrainStep compile")]
-    return max((f for f in found if f), default=None)
-
-
 # --- the sweep ------------------------------------------------------------------------------------
 
 
@@ -65,27 +63,39 @@ def sweep_times(taken: dict) -> dict:
 # --- tables ---------------------------------------------------------------------------------------
 
 
-def span(ratios: list[float]) -> str:
-    least, most = f"{min(ratios):.1f}", f"{max(ratios):.1f}"
-    return least if least == most else f"{least} to {most}"
+def headline(rows: dict[str, dict], ours: str) -> str:
+    """How many times as fast one variant is, of all models that have it; empty where none has."""
+    bases = {
+        "eager": "PyTorch's eager loop",
+        "hand graph": "the same stock step in a graph captured by hand",
+    }
+    parts = []
+    for base, words in bases.items():
+        ratios = [found[0] for t in rows.values() if (found := gain(t, base, ours))]
+        if ratios:
+            number = f"{len(ratios)} model" + "s" * (len(ratios) > 1)
+            parts.append(f"{span(ratios)} times as fast as {words} ({number})")
+    return f"`{ours}` is {' and '.join(parts)}" if parts else ""
 
 
 def steps(records: list[Record]) -> list[str]:
     rows = step_rows(records)
-    ranges = [[r[0] for t in rows.values() if (r := best(t, b))] for b in ("eager", "hand graph")]
-    over_eager, over_graph = map(span, ranges)
     shown = [v for v in STEP_VARIANTS if any(v in times for times in rows.values())]
     several = " Rows are from several runs, so compare within a row." * (len(records) > 1)
+    found = "; ".join(filter(None, (headline(rows, ours) for ours in OURS)))
     return [
-        f"A whole training step in mixed precision is {over_eager} times as fast as PyTorch's "
-        f"eager one, and {over_graph} times as fast as the same stock step captured by hand.",
+        f"A whole training step in mixed precision: {found}.",
         "",
         "![Speed-up of whole training steps](benchmarks/plots/steps.png)",
         "",
         *table(
-            [SPREAD, *shown, "× eager"],
+            [SPREAD, *shown, *(f"× eager: {ours}" for ours in OURS)],
             [
-                [label, *(cell(t.get(v)) for v in shown), times_cell(best(t, "eager"))]
+                [
+                    label,
+                    *(cell(t.get(v)) for v in shown),
+                    *(times_cell(gain(t, "eager", ours)) for ours in OURS),
+                ]
                 for label, t in rows.items()
             ],
         ),
@@ -99,14 +109,16 @@ def steps(records: list[Record]) -> list[str]:
 def split(records: list[Record]) -> list[str]:
     pairs = {
         "the graph (eager → hand graph)": ("eager", "hand graph"),
-        "fused step, 16-bit weights (hand graph → TrainStep)": ("hand graph", "TrainStep"),
-        "Inductor's kernels (→ TrainStep compile)": ("TrainStep", "TrainStep compile"),
+        "fused step, 16-bit weights (hand graph → TrainStep)": ("hand graph", OURS[0]),
+        "both (eager → TrainStep)": ("eager", OURS[0]),
+        "Inductor's kernels (TrainStep → TrainStep compile)": OURS,
+        "all three (eager → TrainStep compile)": ("eager", OURS[1]),
     }
     rows = [
-        [label, *(times_cell(gain(t, *p)) for p in pairs.values()), times_cell(best(t, "eager"))]
+        [label, *(spread_cell(gain(t, *pair)) for pair in pairs.values())]
         for label, t in step_rows(records).items()
     ]
-    return table(["× faster by", *pairs, "together"], rows)
+    return [*table(["× faster by", *pairs], rows), "", f"Each ratio is one of medians, {ENDS}."]
 
 
 def ending(last: int | None) -> str:

@@ -99,12 +99,13 @@ def time_single(
 ) -> dict[str, dict[str, dict]]:
     """One step on an idle device: `single` with the host's latency, `host` the call alone (CUDA).
 
-    `before` (an L2 flush) runs untimed ahead of every step.
+    `before` (an L2 flush) runs untimed ahead of every step, after what prepares it, whose data it
+    shall not leave in the cache.
     """
     host: dict[str, list[float]] = {name: [] for name in steps}
 
     def measure(name: str) -> float:
-        for call in (before, steps[name].prepare):
+        for call in (steps[name].prepare, before):
             if call is not None:
                 call()
         if device.type != "cuda":

@@ -5,6 +5,7 @@
 import json
 import math
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -23,10 +24,12 @@ from comparing import (
 )
 from torch import nn
 
-from torch_renaissance.ab.check import Judge
+from torch_renaissance.ab.check import NOISE_RUNS, Judge
+from torch_renaissance.ab.compare import Comparison
+from torch_renaissance.ab.distance import Noise, Reference
 from torch_renaissance.ab.first_steps import first_steps
 from torch_renaissance.ab.report import AbResult
-from torch_renaissance.ab.setting import Setting
+from torch_renaissance.ab.setting import Setting, shake
 from torch_renaissance.ab.variants import VARIANTS, eager
 
 # --- the same, or not -----------------------------------------------------------------------------
@@ -205,6 +208,65 @@ def test_noise_is_that_of_changed_weights():
             change = (start - reference.start[name]).abs()
             assert change.max() <= 2 * eps * reference.start[name].abs().max()
             assert change.max() > 0
+
+
+def with_a_bias_before_its_norm():
+    """Whose gradient is zero but for rounding, which Adam makes whole steps of."""
+    return nn.Sequential(nn.Linear(12, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 3))
+
+
+@pytest.mark.parametrize("lucky", [0, 1, 2])
+def test_a_variant_differs_only_from_what_several_changed_runs_leave_open(lucky, monkeypatch):
+    """The first changed runs come out as if nothing had been changed; what follows tells that
+    another rounding is no mistake, and that another weight decay is one all the same."""
+    again, asked = Comparison._again, []
+
+    def some_are_lucky(self, name, jitter=0, stream=0):
+        asked.append((name, jitter))
+        return again(self, name, 0 if jitter <= lucky else jitter, stream)
+
+    def rounded_otherwise(make_model, make_optimizer, loss_fn):
+        def made():
+            model = make_model()
+            shake(model, torch.finfo(torch.float32).eps, 99)
+            return model
+
+        return by_hand()(made, make_optimizer, loss_fn)
+
+    monkeypatch.setattr(Comparison, "_again", some_are_lucky)
+    variants = {"rounded": rounded_otherwise, "right": by_hand(), "wrong": by_hand(decay_of(0.0))}
+    result = run([variants], model=with_a_bias_before_its_norm)
+    found = {name: result.row(name).status for name in variants}
+    assert found == {"rounded": "ok", "right": "ok", "wrong": "differs"}
+    assert "was expected" in result.row("wrong").reason
+    assert asked == [("eager", i + 1) for i in range(NOISE_RUNS)]
+
+
+def test_changed_runs_are_no_more_than_two_where_nothing_differs(monkeypatch):
+    again, asked = Comparison._again, []
+    monkeypatch.setattr(
+        Comparison, "_again", lambda self, *a, **k: asked.append(k) or again(self, *a, **k)
+    )
+    run(["accelerate", {"right": by_hand()}])
+    assert asked == [{"jitter": 1}, {"jitter": 2}]
+
+
+def test_noise_of_several_runs_is_the_largest():
+    setting = Setting(make_model, make_optimizer, loss_fn, CPU, rounding=1.2e-7)
+    traces = [first_steps(eager, replace(setting, jitter=i), [batch()], 3)[1] for i in range(4)]
+    reference = Reference(traces[0])
+    apart = [reference.apart(trace, shaken=True) for trace in traces[1:]]
+    grown = Noise(reference, traces[1:2], same_numbers=True)
+    assert grown.runs == 1
+    for trace in traces[2:]:
+        grown.add(trace)
+    assert grown.runs == 3
+    for name in traces[0].end:
+        assert grown.distances[name] == max(a[name].distance for a in apart)
+        assert grown.drifts[name] == max(abs(a[name].drift) for a in apart)
+    assert grown.loss == max(map(reference.loss_distance, traces[1:]))
+    once = Noise(reference, traces[1:], same_numbers=True)
+    assert (grown.typical, grown.coherent) == (once.typical, once.coherent) and grown.typical > 0
 
 
 def test_only_losses_where_the_model_is_unknown():

@@ -47,7 +47,8 @@ def test_the_fastest_may_be_doubtful_where_another_is_not():
     text = advice(("accelerate", 1.2, 0.02), ("compile", 1.5, 0.6))
     assert text.startswith("Use accelerate: accelerate is 1.20 ± 0.02 times as fast as eager. ")
     assert (
-        "Not considered: compile is 1.50 ± 0.60 times as fast as eager, within the spread" in text
+        "Not considered: compile is 1.50 ± 0.60 times as fast as eager, within the spread; more"
+        in text
     )
 
 
@@ -58,7 +59,7 @@ def test_halves_that_differ_by_the_gain_leave_it_open(halves):
     assert text.startswith(
         "No gain can be told from this run: accelerate is 1.25 ± 0.02 times as fast as eager, but "
         f"{first:.2f} in the first half of the turns and {second:.2f} in the second. Keep eager; "
-        "more steps or a larger budget would tell. "
+        "more steps, a larger budget or a quieter machine would tell. "
     )
 
 
@@ -74,6 +75,31 @@ def test_one_turn_tells_nothing():
     text = advice(("accelerate", 1.5, 0.0, [], 1))
     assert text.startswith("No gain can be told from this run: ")
     assert "but in a single turn, which nothing confirms. Keep eager; more steps" in text
+
+
+def test_whatever_leaves_a_gain_open_is_said_in_one_form():
+    doubts = {
+        "within the spread": ("accelerate", 1.5, 0.6),
+        "but in a single turn": ("accelerate", 1.5, 0.0, [], 1),
+        "but 2.00 in the first half": ("accelerate", 1.5, 0.1, [2.0, 1.1]),
+    }
+    for doubt, row in doubts.items():
+        begin, rest = advice(row).split(f", {doubt}")
+        assert begin.startswith("No gain can be told from this run: accelerate is 1.50 ± 0.")
+        assert (
+            ". Keep eager; more steps, a larger budget or a quieter machine would tell. On" in rest
+        )
+
+
+def test_little_gain_has_no_doubts_beyond_its_spread():
+    text = advice(("accelerate", 1.02, 0.01, [1.03, 1.01]))
+    assert text.startswith(
+        "There is little to gain here: accelerate is 1.02 ± 0.01 times as fast as"
+    )
+    assert "as eager. Keep eager. " in text
+    assert "0.98 ± 0.05 times as fast as eager, within the spread. Keep eager. " in advice(
+        ("accelerate", 0.98, 0.05)
+    )
 
 
 # --- the budget -----------------------------------------------------------------------------------

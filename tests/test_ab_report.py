@@ -254,8 +254,8 @@ def test_advice_on_a_cpu():
     assert "little to gain" in text and "within the spread" in text and "On a CPU" in text
     assert synthetic("cpu", eager=(1000,), accelerate=(500,)).advice.startswith("Use accelerate:")
     text = synthetic("cpu", eager=(1000,), accelerate=(800, 0.4)).advice
-    assert text.startswith("No gain can be told from the spread here: accelerate is 1.25 ± 0.50 ")
-    assert "within the spread. Keep eager, or measure again on a quieter machine." in text
+    assert text.startswith("No gain can be told from this run: accelerate is 1.25 ± 0.50 times as ")
+    assert "as eager, within the spread. Keep eager; more steps, a larger budget or a " in text
 
 
 def test_advice_prefers_the_simpler_of_equals():

@@ -13,6 +13,7 @@ pytest.importorskip("torchvision", reason="it is what ours is compared with")
 import bench_data
 import data_report
 import data_stock as stock
+import report_data
 
 CPU = torch.device("cpu")
 
@@ -105,7 +106,11 @@ def test_quick_run_on_a_cpu(tmp_path):
     found = json.loads(path.read_text())["cases"]
     assert found["augment/cifar_1024"]["check"]["agrees"]
     assert "torchvision, PIL" in found["cpu/cifar"]["us"]["one core"]
-    assert data_report.IN_STEP in found["loader/mnist"]["us"]["epoch"]
+    taken = found["loader/mnist"]
+    assert tuple(taken["us"]["epoch"]) == report_data.WAYS
+    assert (taken["images"], taken["batch"], taken["workers"]) == (8, 4, 0)
+    text = "\n".join(report_data.loader([json.loads(path.read_text())]))
+    assert "| mnist, 8 images, batch 4 | " in text and "–" not in text
 
 
 @pytest.mark.cuda

@@ -32,12 +32,26 @@ def test_models_and_batches_are_taken_in_order():
     assert args.variants[-1] == "TrainStep compile"
 
 
+def test_models_may_have_batches_of_their_own():
+    args = Sweep().parse(["--models", "mlp:256/32/32, gpt_small:4,resnet50", "--batches", "16,8"])
+    assert args.models == ["mlp", "gpt_small", "resnet50"]
+    assert args.cases == ["mlp/32", "mlp/256", "gpt_small/4", "resnet50/8", "resnet50/16"]
+    args = Sweep().parse(["--models", "gpt_small:4,mlp", "--quick"])
+    assert args.cases == ["gpt_small/4", "mlp/4", "mlp/16"]
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [
         (["--models", "lenet"], "there is no lenet; expected some of mlp, "),
         (["--batches", "8,many"], "--batches 8,many: expected whole numbers, as in 8,64,512"),
-        (["--batches", "0,8"], "--batches 0: must be at least 1"),
+        (["--batches", "0,8"], "--batches 0,8: a batch must be at least 1, got 0"),
+        (["--models", "mlp:8/many"], "--models mlp:8/many: expected whole numbers, as in 8/64/512"),
+        (["--models", "mlp:"], "--models mlp:: expected whole numbers, as in 8/64/512"),
+        (["--models", "mlp:8/0"], "--models mlp:8/0: a batch must be at least 1, got 0"),
+        (["--models", "mlp:8,64"], "there is no 64; expected some of mlp, "),
+        (["--models", "lenet:8"], "there is no lenet; expected some of mlp, "),
+        (["--models", "mlp:8,mlp:64"], "mlp is named twice; write mlp:8/64/512"),
         (["--budget", "-1"], "--budget -1.0: must be more than 0 seconds"),
     ],
 )

@@ -11,6 +11,8 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
 import plots
 import report
+import report_data
+import report_losses
 import report_parts
 import report_records
 import report_steps
@@ -71,9 +73,12 @@ def sweep():
 
 def test_steps_have_a_headline_rows_and_machine(steps):
     text = "\n".join(report_steps.steps(steps))
-    assert "is 8.0 times as fast as" in text and "and 1.2 to 2.0 times" in text
-    assert "| mlp, batch 200 | 80.0 ±10 % | 20.0 ±10 % | 10.0 ±10 % | 8.00 |" in text
-    assert "| net, batch 8 | – | 6.0 ±10 % | 5.0 ±10 % | – |" in text
+    assert (
+        "precision: `TrainStep` is 8.0 times as fast as PyTorch's eager loop (1 model) and 1.2 to "
+        "2.0 times as fast as the same stock step in a graph captured by hand (2 models)." in text
+    )
+    assert "| mlp, batch 200 | 80.0 ±10 % | 20.0 ±10 % | 10.0 ±10 % | 8.00 | – |" in text
+    assert "| net, batch 8 | – | 6.0 ±10 % | 5.0 ±10 % | – | – |" in text
     assert "one a GPU (driver 1.2), 4 cores of an a CPU, torch 3.4, Python 3.5, 2026-01-02" in text
     assert "`python benchmarks/bench_x.py`" in text
     assert "several runs" not in text
@@ -88,8 +93,29 @@ def test_model_of_two_records_is_told_by_the_clock(steps):
     assert "several runs" in "\n".join(report_steps.steps([*steps, other]))
 
 
+def test_both_forms_of_train_step_have_a_column_and_ranges_of_their_own(steps):
+    """The faster one doesn't stand for both."""
+    steps[0]["cases"]["mlp"]["variants"] |= variants(TrainStep_compile=4)
+    text = "\n".join(report_steps.steps(steps))
+    assert "| × eager: TrainStep | × eager: TrainStep compile |" in text
+    assert (
+        "| mlp, batch 200 | 80.0 ±10 % | 20.0 ±10 % | 10.0 ±10 % | 4.0 ±10 % | 8.00 | 20.00 |"
+        in text
+    )
+    assert "| net, batch 8 | – | 6.0 ±10 % | 5.0 ±10 % | – | – | – |" in text
+    assert "`TrainStep` is 8.0 times" in text
+    assert "; `TrainStep compile` is 20.0 times as fast as PyTorch's eager loop (1 model)" in text
+
+
 def test_gain_is_split(steps):
-    assert report_steps.split(steps)[2] == "| mlp, batch 200 | 4.00 | 2.00 | – | 8.00 |"
+    steps[0]["cases"]["mlp"]["variants"] |= variants(TrainStep_compile=4)
+    head, _, mlp, net, _, note = report_steps.split(steps)
+    assert "| both (eager → TrainStep) |" in head
+    assert head.endswith("| all three (eager → TrainStep compile) |")
+    ratios = ("4.00", "2.00", "8.00", "2.50", "20.00")
+    assert mlp == f"| mlp, batch 200 | {' | '.join(f'{r} ±20 %' for r in ratios)} |"
+    assert net == "| net, batch 8 | – | 1.20 ±20 % | – | – | – |"
+    assert "opposite quartiles" in note
 
 
 def test_sweep_says_where_the_gain_ends(sweep):
@@ -106,32 +132,137 @@ def test_data_is_over_ours():
     times = {"ours": us(2.0), "torchvision": us(5.0)}
     taken = {"images": 4, "us": {"b2b": times}, "percent_of_copy": 81.0}
     record = {"environment": ENVIRONMENT, "cases": {"augment/mnist_8": taken}}
-    text = "\n".join(report_parts.data([record]))
+    text = "\n".join(report_data.data([record]))
     assert "as a share of a copy's bandwidth: mnist_8 81 %." in text
     assert "| augment/mnist_8, b2b: torchvision | 5.0 ±0 % | 800,000 | 2.50 |" in text
 
 
 def test_recipe_has_each_backends_trainings():
     def run(speed, *accuracy):
-        return {"accuracy": accuracy, "epochs_per_second": speed}
+        seconds = [9.0, 9.0, *[0.020, 0.021, 0.022][: len(accuracy) - 2]]
+        found = {"accuracy": accuracy, "epochs_per_second": speed, "seed": 3}
+        return found | {"seconds": seconds[: len(accuracy)]}
 
-    taken = {"images": 60_000, "ours": [run(40.0, 0.5, 0.99), run(44.0, 0.5, 0.97)]}
-    taken["native"] = [run(0.25, 0.5)]
+    taken = {"images": 60_000, "ours": [run(40.0, 0, 0, 0, 0, 0.99)]}
+    taken["ours"].append(run(44.0, 0, 0, 0, 0, 0.97))
+    taken["native"] = [run(0.25, 0.2, 0.5)]
     record = {"environment": ENVIRONMENT, "cases": {"mnist": taken}}
-    text = "\n".join(report_parts.recipe([record]))
+    text = "\n".join(report_data.recipe([record]))
     assert "on 60,000 images." in text and "`python benchmarks/bench_x.py`" in text
     assert (
-        "| ours | 2 of 2 epochs | 42.00 (40.00 to 44.00) | 98.00 (97.00 to 99.00) |\n"
-        "| native | 1 of 1 epochs | 0.25 (0.25 to 0.25) | 50.00 (50.00 to 50.00) |" in text
+        "| ours | 2 of 5 epochs | 42.00 (40.00 to 44.00) | 98.00 (97.00 to 99.00) |\n"
+        "| native | 1 of 2 epochs | 0.25 (one) | 50.00 (one) |" in text
     )
+    assert "| ours, seed 3 | 21.0 ±2 % |" in text and "| native, seed 3 | 9,000 (one) |" in text
     taken["native"] = []
-    assert "native |" not in "\n".join(report_parts.recipe([record]))
+    assert "native" not in "\n".join(report_data.recipe([record])).split("images.")[1]
 
 
 def test_losses_are_ours_alone():
     ratios = {"a/flat": 0.9, "a/gather": 1.0, "b/eager fused over hand graph": 0.5}
-    rows = report_parts.losses([{"ratios": ratios}])
-    assert [row for row in rows if row.startswith("| `")] == ["| `a/flat` | 0.90 |"]
+    rows = report_losses.losses([{"ratios": ratios, "cases": {}}])
+    assert [row for row in rows if row.startswith("| `")] == ["| `a/flat` | 0.90 | – | – |"]
+
+
+@pytest.mark.parametrize(
+    "key, case, taken",
+    [
+        ("cuda/sgd/mlp/b2b/flat", "mlp", {"us": {"b2b": {"timm": us(1.0), "flat": us(2.0)}}}),
+        (
+            "cuda/8x3/plain/host",
+            "cuda/8x3/plain",
+            {"us": {"host": {"torch": us(1), "ours": us(2)}}},
+        ),
+        (
+            "k/augment/a/graph/copy over ours",
+            "augment/a",
+            {"us": {"graph": {"copy": us(1), "ours": us(2)}}},
+        ),
+        ("k/mlp/8/compile over TrainStep", "mlp/8", {"variants": variants(compile=1, TrainStep=2)}),
+        ("k/chained/stock over ours", "chained", {"variants": variants(stock=1, ours=2)}),
+    ],
+)
+def test_losses_have_both_times_of_every_kind_of_ratio(key, case, taken):
+    cases = {"other": {"us": {}}, case: taken}
+    record = {"ratios": {key: 0.5}, "reference": "timm"}
+    record |= {"cases": {}, "chain": cases} if case == "chained" else {"cases": cases}
+    above, below = report_losses.times_of(record, key)
+    assert (above["median"], below["median"]) == (1.0, 2.0)
+    row = report_losses.losses([record])[-3]
+    assert row.startswith(f"| `{key}` | 0.50 | 1.0 ±") and "| 2.0 ±" in row
+
+
+# --- tables of ratios have their spread -----------------------------------------------------------
+
+
+def test_lars_and_loss_have_their_times_folded_beside_them():
+    pair = {"timm": us(8.0, 0.8), "gather": us(2.0)}
+    timers = dict.fromkeys(("b2b", "single", "graph"), pair)
+    taken = {"tensors": 2, "parameters": 3, "us": timers, "percent_of_copy": {"gather": 50.0}}
+    record = {"environment": ENVIRONMENT, "cases": {"mlp": taken}}
+    shown, folded = "\n".join(report_parts.lars([record])).split("Times and spread")
+    assert "| 4.00 | 4.00 | 4.00 | – |" in shown
+    for timer in ("back to back", "single step", "CUDA graph"):
+        assert f"| mlp, {timer} | 8.0 ±10 % | – | 2.0 ±0 % |" in folded
+    us_of = {"graph": {"torch": us(6.0, 0.6), "ours": us(3.0)}}
+    taken = {"us": us_of, "peak_bytes": {"torch": 4, "ours": 1}}
+    cases = {"cuda/float32/8x3/plain": taken, "cuda/float32/8x3/smooth": taken}
+    record = {"environment": ENVIRONMENT, "cases": cases}
+    shown, folded = "\n".join(report_parts.loss([record])).split("Times and spread")
+    assert "| 8x3, float32 | 2.00 | 0.25 | 2.00 | 0.25 |" in shown
+    assert "| 8x3, float32, smooth | 6.0 ±10 % | 3.0 ±0 % |" in folded
+
+
+@pytest.mark.parametrize("name", report.TABLES)
+def test_every_kept_table_of_the_readme_shows_its_spread(name):
+    text = report.tables(report_records.load())[name]
+    assert not text or "±" in text
+
+
+# --- what is the data's ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def loader():
+    """DataLoader bound: a step alone gains little."""
+    medians = (100e3, 80e3, 50e3, 10e3, 4e3, 2e3)
+    times = {way: us(t, t / 10) for way, t in zip(report_data.WAYS, medians, strict=True)}
+    taken = {"images": 20_000, "batch": 200, "workers": 8, "us": {"epoch": times}}
+    cases = {"loader/mnist": taken, "augment/mnist_200": {"images": 1, "us": {}}}
+    return {"environment": ENVIRONMENT, "settings": {"precision": "fp16"}, "cases": cases}
+
+
+def test_loaders_tell_the_steps_gain_from_the_datas(loader):
+    text = "\n".join(report_data.loader([loader]))
+    assert "`DataLoader` with 8 workers" in text and "fp16. On one a GPU" in text
+    assert "`TrainStep` makes them 1.2 times as fast as eager" in text  # 1.25
+    assert "make them another 40.0 times as fast" in text
+    row = "100 ±10 % | 80.0 ±10 % | 50.0 ±10 % | 10.0 ±10 % | 4.0 ±10 % | 2.0 ±10 % |"
+    assert f"| mnist, 20,000 images, batch 200 | {row}" in text
+    factors = ("1.25", "40.00", "50.00", "1.60", "8.00", "20.00")
+    cells = " | ".join(f"{factor} ±20 %" for factor in factors)
+    assert f"| mnist, 20,000 images, batch 200 | {cells} |" in text
+    assert "mnist_200" not in text and "`python benchmarks/bench_x.py`" in text
+
+
+def test_a_way_that_was_not_taken_is_an_empty_cell(loader):
+    del loader["cases"]["loader/mnist"]["us"]["epoch"][report_data.PREFETCHED]
+    rows = [r for r in report_data.loader([loader]) if r.startswith("| mnist")]
+    assert rows[0].split(" | ")[3] == "–" == rows[1].split(" | ")[4]
+
+
+def test_without_cases_of_loaders_their_table_is_left_out(loader, tmp_path):
+    path = tmp_path / "loader_h200.json"
+    path.write_text(json.dumps(loader | {"ratios": {}}))
+    assert "### What is the data's" in report.tables(report_records.load(tmp_path))["loader"]
+    del loader["cases"]["loader/mnist"]
+    path.write_text(json.dumps(loader | {"ratios": {}}))
+    assert report.tables(report_records.load(tmp_path))["loader"] == ""
+    path.unlink()
+    assert report.tables(report_records.load(tmp_path))["loader"] == ""
+
+
+# --- records, ranges and plots --------------------------------------------------------------------
 
 
 def test_missing_records_leave_their_tables_and_plots_out(steps, tmp_path):

@@ -7,7 +7,7 @@ from .report import AbResult, Row
 from .variants import SIMPLEST
 
 LITTLE = 1.05  # below, a change of the training loop isn't worth its while
-MORE = "more steps or a larger budget would tell"
+MORE = "more steps, a larger budget or a quieter machine would tell"
 LAUNCH_BOUND = 1.25  # time of an eager step over the device's own work in it
 PARTLY = 1.10  # below this the graph gives so little that launches aren't what bounds the step
 FUSING = 1.10  # what fewer passes over memory give, once launches are out of the way
@@ -37,11 +37,9 @@ def advise(result: AbResult) -> str:
         if fastest is not best:
             text += f" Not considered: {_compared(fastest, base)}{_doubt(fastest)}; {MORE}."
     elif fastest.ratio.median < LITTLE:
-        text = f"There is little to gain here: {_compared(fastest, base)}. Keep {base.name}."
-    elif fastest.ratio.median - 1 <= fastest.ratio.spread:
+        within = _within(fastest)
         text = (
-            f"No gain can be told from the spread here: {_compared(fastest, base)}. Keep "
-            f"{base.name}, or measure again on a quieter machine."
+            f"There is little to gain here: {_compared(fastest, base)}{within}. Keep {base.name}."
         )
     else:
         text = (
@@ -70,10 +68,10 @@ def _simplest(rows: list[Row], best: Row) -> Row:
 
 def _doubt(row: Row) -> str:
     """Why a gain may be chance, as the end of a sentence, or nothing."""
-    ratio, gain = row.ratio, row.ratio.median - 1
-    if gain <= ratio.spread:
-        return ", which may be chance"
-    if ratio.samples < 2:
+    gain = row.ratio.median - 1
+    if within := _within(row):
+        return within
+    if row.ratio.samples < 2:
         return ", but in a single turn, which nothing confirms"
     if len(row.halves) == 2 and abs(row.halves[0] - row.halves[1]) >= gain:
         first, second = row.halves
@@ -81,10 +79,13 @@ def _doubt(row: Row) -> str:
     return ""
 
 
+def _within(row: Row) -> str:
+    return ", within the spread" if abs(row.ratio.median - 1) <= row.ratio.spread else ""
+
+
 def _compared(row: Row, base: Row) -> str:
     ratio = row.ratio
-    text = f"{row.name} is {ratio.median:.2f} ± {ratio.spread:.2f} times as fast as {base.name}"
-    return f"{text}, within the spread" if abs(ratio.median - 1) <= ratio.spread else text
+    return f"{row.name} is {ratio.median:.2f} ± {ratio.spread:.2f} times as fast as {base.name}"
 
 
 def why(result: AbResult) -> str:

@@ -9,7 +9,7 @@ from dataclasses import asdict, replace
 
 import torch
 
-from .check import DIFFERS, OK, Judge, Verdict
+from .check import DIFFERS, NOISE_RUNS, OK, Judge, Verdict
 from .first_steps import Trace, first_steps, release
 from .measure import LEAST_ROUNDS, Plan, Runner, Samples, Times, in_blocks, interleave
 from .progress import Silent
@@ -49,6 +49,7 @@ class Comparison:
         self.alive: dict[str, Variant] = {}
         self.together = True  # whether memory holds all variants at once
         self.judge: Judge | None = None
+        self.reference = REFERENCE  # what the others are compared with, unless it failed
         self.check_steps = MOST_STEPS
         first, more = COMPILE_SECONDS[self.device.type]
         self.compile_guess = first + more * modules
@@ -135,11 +136,11 @@ class Comparison:
             self._note(name, trace)
             if self.judge is None:
                 self.judge = self._made_judge(name, trace)
+            found = asdict(self._judged(name, trace))
         except Exception as error:
             self._fail(name, error)
             self._close(name)
             return
-        found = asdict(self._judged(name, trace))
         row, sentence = self.rows[name], found.pop("sentence")
         row.reason = "; ".join(s for s in (sentence, *trace.notes) if s)
         for key, value in found.items():
@@ -181,7 +182,7 @@ class Comparison:
     def _made_judge(self, name: str, trace: Trace) -> Judge:
         """The first variant that runs is what the others are compared with: native eager, unless
         it failed."""
-        self.check_steps = len(trace.losses)
+        self.check_steps, self.reference = len(trace.losses), name
         runs = (1, 2) if not self._is_slow(trace) else (1,)
         noise = [self._again(name, jitter=i) for i in runs]
         statistical = trace.draws and any(map(draws_its_own, self.named))
@@ -190,6 +191,9 @@ class Comparison:
 
     def _judged(self, name: str, trace: Trace) -> Verdict:
         verdict = self.judge.judge(trace, draws_its_own(name))
+        while verdict.status == DIFFERS and self.judge.runs < NOISE_RUNS:
+            self.judge.add(self._again(self.reference, jitter=self.judge.runs + 1))
+            verdict = self.judge.judge(trace, draws_its_own(name))
         if trace is self.judge.trace and name != REFERENCE:
             verdict.sentence = verdict.sentence or "the others are compared with it"
         return verdict

@@ -68,20 +68,31 @@ class Noise:
     """What runs that are as right as the reference differ by from it.
 
     `typical` is the median over all tensors of distance over change, `coherent` a high quantile of
-    how much of a distance is drift: a tensor may be lucky in both runs, all of them can't. Where
+    how much of a distance is drift: a tensor may be lucky in all runs, all tensors can't. Where
     the runs drew other random numbers, distances say nothing, and growth takes their place.
     """
 
     def __init__(self, reference: Reference, traces: list[Trace], same_numbers: bool):
-        self.same_numbers = same_numbers
-        found = [reference.apart(trace, shaken=same_numbers) for trace in traces]
-        self.distances = {n: max(self.of(f[n]) for f in found) for n in reference.changes if found}
-        self.drifts = {n: max(abs(f[n].drift) for f in found) for n in reference.changes if found}
-        self.loss = max(map(reference.loss_distance, traces), default=0.0)
+        self._reference, self.same_numbers = reference, same_numbers
+        self.runs, self.loss = 0, 0.0
+        self.distances: dict[str, float] = {}
+        self.drifts: dict[str, float] = {}
+        self.typical = self.coherent = 0.0
+        for trace in traces:
+            self.add(trace)
+
+    def add(self, trace: Trace) -> None:
+        """Takes one more run into account; it isn't kept."""
+        reference, found = self._reference, self._reference.apart(trace, self.same_numbers)
+        for n in reference.changes:
+            self.distances[n] = max(self.distances.get(n, 0.0), self.of(found[n]))
+            self.drifts[n] = max(self.drifts.get(n, 0.0), abs(found[n].drift))
+        self.loss = max(self.loss, reference.loss_distance(trace))
+        self.runs += 1
         shares = [
             self.distances[n] / change
             for n, change in reference.changes.items()
-            if change > 0 and math.isfinite(self.distances.get(n, math.inf))
+            if change > 0 and math.isfinite(self.distances[n])
         ]
         self.typical = statistics.median(shares) if shares else 0.0
         shares = sorted(

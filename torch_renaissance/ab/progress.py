@@ -42,11 +42,12 @@ class Bar(Silent):
         from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
         self._bar = Progress(
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),  # a variant may be called [x]
             BarColumn(),
             TextColumn("{task.completed:.0f}/{task.total:.0f}"),
             TimeElapsedColumn(),
             console=Console(stderr=True, width=100),
+            redirect_stdout=sys.stdout.isatty(),  # what the user prints into a pipe stays there
         )
         self._bar.start()
         self._task = None
