@@ -65,6 +65,7 @@ PYBIND11_MODULE(_C, m) {
       .def("begin_accumulation", &HostStep::begin_accumulation)
       .def("accumulate", &HostStep::accumulate, py::arg("own"), py::arg("prepared") = false)
       .def("taking_part", &HostStep::taking_part)
+      .def("accumulated", &HostStep::accumulated)
       .def("add_accumulated", &HostStep::add_accumulated)
       .def("ready", &HostStep::ready)
       .def("replayed", &HostStep::replayed)

@@ -33,6 +33,12 @@ class HostGradients : public HostPlan {
     for (const Parameter& p : parameters_) found.push_back(takes_part(p));
     return found;
   }
+  // Of which parameters the sums have a gradient.
+  std::vector<bool> accumulated() const {
+    std::vector<bool> found;
+    for (const Parameter& p : parameters_) found.push_back(p.accumulated);
+    return found;
+  }
   void add_accumulated(const std::vector<bool>& found) {
     for (size_t i = 0; i < found.size() && i < parameters_.size(); ++i) {
       parameters_[i].accumulated = parameters_[i].accumulated || found[i];

@@ -90,6 +90,10 @@ class HostPlan {
     }
     for (const auto& item : launches) add_launch(py::cast<py::dict>(item));
     for (const auto& entry : entries) add_parameter(py::cast<py::dict>(entry));
+    narrow_.assign(groups_.size(), false);
+    for (const Parameter& p : parameters_) {
+      narrow_[p.group] = narrow_[p.group] || p.dtype != at::kDouble;
+    }
     for (Parameter& p : parameters_) {
       p.accumulated = accumulated.count(p.object) != 0;
       p.updated = updated.count(p.object) != 0;
@@ -138,10 +142,12 @@ class HostPlan {
     static PyObject* const params = name("params");
     for (size_t g = 0; g < groups_.size(); ++g) {
       PyObject* list = PyDict_GetItem(PyList_GET_ITEM(param_groups, g), params);
-      if (list == nullptr || !PyList_Check(list)) return false;
-      if (PyList_GET_SIZE(list) != static_cast<Py_ssize_t>(groups_[g].size())) return false;
+      if (list == nullptr || !(PyList_Check(list) || PyTuple_Check(list))) return false;
+      if (PySequence_Fast_GET_SIZE(list) != static_cast<Py_ssize_t>(groups_[g].size())) {
+        return false;
+      }
       for (size_t i = 0; i < groups_[g].size(); ++i) {
-        if (PyList_GET_ITEM(list, i) != groups_[g][i]) return false;
+        if (PySequence_Fast_GET_ITEM(list, i) != groups_[g][i]) return false;
       }
     }
     if (PyDict_GET_SIZE(state) != static_cast<Py_ssize_t>(state_.size())) return false;
@@ -171,6 +177,7 @@ class HostPlan {
   HyperRows hyper_;
   std::vector<std::vector<PyObject*>> groups_;
   std::vector<PyObject*> frozen_;  // held by held_, as members of groups_
+  std::vector<bool> narrow_;       // by group: whether it is computed in float32
   std::vector<Parameter> parameters_;
   std::vector<Launch> launches_;
   std::vector<at::Tensor> tables_;

@@ -271,6 +271,7 @@ class HostStep : public HostGradients {
       device = d;
     }
     hyper_.read(param_groups, device);
+    hyper_.refuse_overflow(param_groups, narrow_);
     const bool clips = hyper_.read_control(own, scale, micro_batches, averages_);
     if (clips != clips_) ++generation_;
     clips_ = clips;

@@ -98,6 +98,25 @@ class HyperRows {
     }
   }
 
+  // What torch's for-loop form refuses, and its fused one takes for infinite. `narrow`: groups
+  // whose parameters are computed in float32.
+  void refuse_overflow(PyObject* param_groups, const std::vector<bool>& narrow) const {
+    static PyObject* const fused = name("fused");
+    for (size_t g = 0; g < narrow.size(); ++g) {
+      const double* row = rows.data() + 2 * g * kHyperColumns;
+      const bool couples = (static_cast<int>(row[kFlags]) & kDecoupled) == 0;
+      const bool lr = overflows(row[kLr]), decay = couples && overflows(row[kWeightDecay]);
+      if (!narrow[g] || !(lr || decay)) continue;
+      TORCH_CHECK(truth(PyList_GET_ITEM(param_groups, g), fused),
+                  "param_groups[",
+                  g,
+                  lr ? "]['lr'] is " : "]['weight_decay'] is ",
+                  lr ? row[kLr] : row[kWeightDecay],
+                  ", more than float32 holds, in which its parameters are updated; choose a "
+                  "smaller one");
+    }
+  }
+
   // The last row, of what the whole step shares. Returns whether gradients are to be clipped.
   bool read_control(const py::dict& own,
                     const std::optional<LossScale>& scale,
@@ -147,6 +166,10 @@ class HyperRows {
   std::vector<int> planes_needed;  // by group
 
  private:
+  static bool overflows(double value) {
+    return std::isfinite(value) && std::abs(value) > std::numeric_limits<float>::max();
+  }
+
   // A CUDA scalar is read by the kernel, so that nothing waits for it here.
   static bool read_on_device(PyObject* lr, std::optional<c10::Device> device) {
     if (!is_tensor(lr) || !unpack(lr).is_cuda() || unpack(lr).device() != device) return false;

@@ -94,6 +94,8 @@ class Pool:
         try:
             with recording:
                 value = work()
+        except graphs.CaptureError:
+            raise
         except Exception as error:
             raise graphs.CaptureError(graphs.describe(error)) from None
         finally:

@@ -310,3 +310,30 @@ def test_the_number_of_skipped_steps_starts_at_zero(usual, device, gradients):
     ob.found_inf = torch.ones((), device=device)
     ob.step()
     assert int(ob.skipped_steps) == 1
+
+
+@each_usual
+def test_no_parameter_has_a_gradient(usual, device, gradients):
+    """torch refuses unless the optimizer is fused, and so do we; nothing is left behind."""
+    for fused in (False, True):
+        options = {**usual.options, "fused": True} if fused else usual.options
+        a, oa, b, ob = pair(
+            mlp,
+            lambda m, o=options: usual.native(m.parameters(), **o),
+            device,
+            torch.float32,
+            gradients=gradients,
+        )
+        for model, optimizer in ((a, oa), (b, ob)):
+            scaler = torch.amp.GradScaler(device, init_scale=2.0)
+            scaler.scale(square(model))
+            if fused:
+                scaler.step(optimizer)
+            else:
+                with pytest.raises(AssertionError, match="No inf checks were recorded for this"):
+                    scaler.step(optimizer)
+            assert not {"grad_scale", "found_inf"} & vars(optimizer).keys()
+            scaler = torch.amp.GradScaler(device, init_scale=2.0)
+            scaled_step(scaler, model, optimizer)
+        same(a, b)
+        same_state(oa, ob)

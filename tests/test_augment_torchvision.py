@@ -181,6 +181,27 @@ def test_torchvisions_interpolation_modes_are_taken():
     assert RandomRotation(3, InterpolationMode.BILINEAR) == RandomRotation(3, "bilinear")
 
 
+@pytest.mark.parametrize(
+    "ours, theirs",
+    [(getattr(data, name), getattr(v2, name)) for name in sorted(set(data.__all__) & set(dir(v2)))],
+    ids=lambda kind: kind.__name__,
+)
+def test_a_position_means_the_same_argument_as_torchvisions(ours, theirs):
+    """Where they part, only the name says which one is meant."""
+    kinds = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
+    found = list(inspect.signature(ours).parameters.values())
+    places = [p.name for p in found if p.kind is kinds[0]]
+    named = list(inspect.signature(theirs).parameters)
+    assert {p.kind for p in found} <= set(kinds) and {p.name for p in found} <= set(named)
+    assert places == named[: len(places)]
+
+
+def test_what_has_another_place_in_torchvision_has_none_here():
+    for make in (lambda: Resize(7, "bilinear", 9), lambda: RandomRotation(3, "nearest", True)):
+        with pytest.raises(TypeError, match="positional arguments"):
+            make()
+
+
 # -- compositions ----------------------------------------------------------------------------------
 
 # Each samples once between pixels, so that torchvision's images between the steps are exact.

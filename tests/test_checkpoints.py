@@ -3,9 +3,11 @@
 # share storage, and deep copies and pickles train on alone.
 
 import copy
+import gc
 import io
 import itertools
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -24,6 +26,8 @@ from testing import (
     values_of,
 )
 from torch import nn
+
+import torch_renaissance as tr
 
 pytestmark = [
     pytest.mark.parametrize("device", DEVICES),
@@ -140,3 +144,40 @@ def test_copies_train_on_alone(usual, copied, steps, device, gradients):
         ob.step()
     same(a, b)
     same_state(oa, ob)
+
+
+@each_usual
+def test_a_saved_optimizer_holds_its_own_parameters_only(usual, device, gradients):
+    """Not those of the model that no group has, nor does it keep them alive."""
+
+    def make():
+        return nn.Sequential(nn.Linear(4, 256), nn.Linear(256, 256), nn.Linear(256, 2))
+
+    model = make().to(device)
+    native = usual.native(model[2].parameters(), **usual.options)
+    size = stored(native).tell()
+    optimizer = usual.native(model[2].parameters(), **usual.options)
+    tr.accelerate(model, optimizer, gradients=gradients)
+    assert stored(optimizer).tell() <= size + 1024
+    optimizer.add_param_group({"params": list(model[1].parameters())})
+    assert set(tr.regions(optimizer).loose) <= {"1.weight", "1.bias", "2.weight", "2.bias"}
+    assert {s.name for s in tr.regions(optimizer).slots} == {
+        "1.weight",
+        "1.bias",
+        "2.weight",
+        "2.bias",
+    }
+    gone = weakref.ref(model[0].weight)
+    del model
+    gc.collect()
+    assert gone() is None
+
+
+@pytest.mark.parametrize("copied", COPIES, ids=["deepcopy", "pickle", "torch.save"])
+def test_copies_know_the_names_and_kinds_of_their_parameters(copied, device, gradients):
+    model = conv_bn().to(device)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    tr.accelerate(model, optimizer, gradients=gradients, decay_bias_like=False)
+    _, other = copied((model, optimizer))
+    found = [[(s.name, s.kind, s.decays) for s in tr.regions(o).slots] for o in (optimizer, other)]
+    assert found[0] == found[1] and ("1.weight", tr.Kind.NORM_WEIGHT, False) in found[0]

@@ -341,3 +341,17 @@ def test_a_flag_that_has_no_truth_is_an_error_of_the_step(device, gradients):
     with pytest.raises(RuntimeError, match="Boolean value of Tensor with more than one value"):
         optimizer.step()
     assert equal(values_of(model.parameters()), before)
+
+
+@each_usual
+def test_swapped_tensors_train_as_native(usual, device, gradients):
+    """Which torch refuses for a tensor with weak references."""
+    a, oa, b, ob = usual_pair(mlp, usual, device, gradients=gradients)
+    both(a, oa, b, ob, square, 2)
+    for model, optimizer in ((a, oa), (b, ob)):
+        optimizer.zero_grad()
+        for p in model.parameters():
+            torch.utils.swap_tensors(p, nn.Parameter(p.detach() * 1.5))
+    both(a, oa, b, ob, square, 2)
+    same(a, b)
+    same_state(oa, ob)

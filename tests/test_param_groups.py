@@ -2,6 +2,8 @@
 # Hyper-parameters and parameter lists that the user edits while training: each step reads them as
 # they are then.
 
+import math
+
 import numpy
 import pytest
 import torch
@@ -226,3 +228,72 @@ def test_lists_of_parameters_edited(usual, device, gradients):
     for p, q in zip(a.parameters(), b.parameters(), strict=True):
         for key, value in oa.state.get(p, {}).items():
             close(ob.state[q][key].cpu(), value.cpu(), key)
+
+
+@each_usual
+@pytest.mark.parametrize("name", ["lr", "weight_decay"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_values_beyond_float32(dtype, name, usual, device, gradients):
+    """Refused as by torch's for-loop form, infinite as in its fused one."""
+    if usual.native is torch.optim.AdamW and name == "weight_decay":
+        pytest.skip("times lr it may be within, as natively")
+    for fused in (False, True):
+        options = {**usual.options, "fused": True} if fused else {**usual.options, "foreach": False}
+        a, oa, b, ob = pair(
+            mlp,
+            lambda m, o=options: usual.native(m.parameters(), **o),
+            device,
+            dtype,
+            gradients=gradients,
+        )
+        both(a, oa, b, ob, square)
+        for optimizer in (oa, ob):
+            optimizer.param_groups[0][name] = 1e39
+        before = values_of(b.parameters())
+        if dtype != torch.float64 and not fused:
+            oa.zero_grad()
+            square(a).backward()
+            with pytest.raises(RuntimeError, match="without overflow"):
+                oa.step()
+            ob.zero_grad()
+            square(b).backward()
+            message = rf"param_groups\[0\]\['{name}'\] is 1e\+39, more than float32 holds"
+            with pytest.raises(RuntimeError, match=message):
+                ob.step()
+            assert equal(values_of(b.parameters()), before)
+        else:
+            both(a, oa, b, ob, square)
+            assert not equal(values_of(b.parameters()), before)
+            finite = [p.isfinite() for p in a.parameters()]
+            assert equal([p.isfinite() for p in b.parameters()], finite)
+        for optimizer in (oa, ob):
+            optimizer.param_groups[0][name] = math.inf
+        ob.step()  # which every form takes
+
+
+@each_usual
+def test_a_tuple_of_parameters(usual, device, gradients):
+    a, oa, b, ob = usual_pair(mlp, usual, device, gradients=gradients)
+    both(a, oa, b, ob, square)
+    for optimizer in (oa, ob):
+        optimizer.param_groups[0]["params"] = tuple(optimizer.param_groups[0]["params"])
+    both(a, oa, b, ob, square, 2)
+    same(a, b)
+    same_state(oa, ob)
+
+
+def test_other_collections_of_parameters_are_refused(device, gradients):
+    _, _, b, ob = usual_pair(mlp, USUAL[0], device, gradients=gradients)
+    both(b, ob, b, ob, square)
+    before = values_of(b.parameters())
+    params = ob.param_groups[0]["params"]
+    for value, title in (
+        (dict.fromkeys(params).keys(), "dict_keys"),
+        (nn.ParameterList(params), "ParameterList"),
+    ):
+        ob.param_groups[0]["params"] = value
+        with pytest.raises(TypeError, match=rf"\['params'\] must be a list .*, got a {title}; use"):
+            ob.step()
+        assert equal(values_of(b.parameters()), before)
+    ob.param_groups[0]["params"] = params
+    ob.step()

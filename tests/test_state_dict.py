@@ -233,3 +233,26 @@ def test_state_of_another_dtype_is_cast_as_natively(usual, device, gradients):
     both(a, oa, b, ob, square, steps=2)
     same(a, b)
     same_state(oa, ob)
+
+
+@each_usual
+@pytest.mark.parametrize("flag", ["foreach", "fused"])
+def test_step_has_the_dtype_that_torchs_has(flag, usual, device, gradients):
+    torch.set_default_dtype(torch.float64)
+    try:
+        a, oa, b, ob = pair(
+            mlp,
+            lambda m: usual.native(m.parameters(), **usual.options, **{flag: True}),
+            device,
+            torch.float32,
+            gradients=gradients,
+        )
+        both(a, oa, b, ob, square)
+        same_state(oa, ob)
+        oa.load_state_dict(copy.deepcopy(ob.state_dict()))
+        ob.load_state_dict(copy.deepcopy(oa.state_dict()))
+        both(a, oa, b, ob, square, 2)
+        same_state(oa, ob)
+        same(a, b)
+    finally:
+        torch.set_default_dtype(torch.float32)

@@ -27,6 +27,7 @@ from stepping import (
 )
 from testing import DEVICES, Two, close, conv_bn, equal, mlp, pair, same, same_state, values_of
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils import _pytree as pytree
 
 import torch_renaissance as tr
@@ -321,3 +322,78 @@ def test_a_replaced_step_that_would_not_be_called_is_refused(what, device):
         assert equal(values_of(model.parameters()), before)
         del optimizer.step
         step(torch.ones(3, 4, device=device))
+
+
+@each_row
+@pytest.mark.parametrize("which", ["pre", "post", "global"])
+def test_step_hooks_find_the_mean_of_the_gradients_and_may_change_it(which, row, device):
+    twins = MicroTwins(mlp, row, fit, device, accumulate=2)
+    twins.run([(2, *on(device, vectors(i))) for i in range(6)])
+    seen = {id(optimizer): [] for optimizer in twins.optimizers}
+
+    def hook(optimizer, *_):
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                seen[id(optimizer)].append(p.grad.clone())
+                p.grad.mul_(0.5)
+
+    if which == "global":
+        handles = [register_optimizer_step_pre_hook(hook)]
+    else:
+        handles = [getattr(o, f"register_step_{which}_hook")(hook) for o in twins.optimizers]
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "TrainStep runs eagerly")
+            twins.run([(2, *on(device, vectors(i))) for i in range(6, 10)])
+    finally:
+        for handle in handles:
+            handle.remove()
+    twins.run([(2, *on(device, vectors(i))) for i in range(10, 16)])
+    native, ours = seen.values()
+    assert len(ours) == len(native) == 8
+    for x, y in zip(ours, native, strict=True):
+        close(x, y)
+    twins.check()
+
+
+@each_row
+@pytest.mark.parametrize("before", [{7}, {8}, {6, 9}, set(range(15))], ids=str)
+def test_zero_grad_drops_what_was_summed(before, row, device):
+    """And nothing else: the micro-batches are counted on, as by a loop."""
+    twins = MicroTwins(mlp, row, fit, device, accumulate=3)
+    for i in range(15):
+        if i in before:
+            for optimizer in twins.optimizers:
+                optimizer.zero_grad()
+        twins.run([(3, *on(device, vectors(i)))])
+    twins.check()
+
+
+def test_zero_grad_ends_the_cycle_of_another_step(device):
+    model, optimizer, (first, second) = accumulating_steps(device, 2)
+    x = [torch.full((3, 4), float(i), device=device) for i in range(1, 5)]
+    weights = copy.deepcopy(model.state_dict())
+    first(x[0])
+    optimizer.zero_grad()
+    second(x[1])
+    with pytest.raises(RuntimeError, match="another TrainStep has summed 1 of 2"):
+        first(x[0])
+    second(x[2])
+    first(x[3])  # of its own cycle the first one: what it had begun is gone
+    again, _, (other,) = accumulating_steps(device)
+    again.load_state_dict(weights)
+    for batch in x[1:3]:
+        other(batch)
+    assert equal(values_of(model.parameters()), values_of(again.parameters()))
+
+
+def test_a_plain_step_amid_micro_batches_leaves_the_sums_alone(device):
+    model, optimizer, (first,) = accumulating_steps(device)
+    plain = tr.TrainStep(lambda x: model(x).pow(2).mean(), optimizer)
+    x = torch.ones(3, 4, device=device)
+    for _ in range(8):  # eager ones and replays alike
+        first(x)
+        plain(x)
+        before = values_of(model.parameters())
+        first(x)
+        assert not equal(values_of(model.parameters()), before)

@@ -2,7 +2,10 @@
 # Exceptions of the program reach it, and training goes on; what TrainStep refuses: what is no loss,
 # autocast around precision=, and bad arguments of the constructor.
 
+import copy
+import io
 import itertools
+import pickle
 import re
 
 import pytest
@@ -215,3 +218,14 @@ def test_what_is_no_optimizer(device):
     for optimizer in (None, model, model.parameters()):
         with pytest.raises(TypeError, match=r"TrainStep: .* is not one of ours"):
             tr.TrainStep(mean_square(model), optimizer)
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps, torch.save])
+def test_a_step_is_not_copied(copied, device):
+    """Its copy would run the old model and update another one."""
+    model = mlp().to(device)
+    model, optimizer = tr.accelerate(model, torch.optim.SGD(model.parameters(), 0.1))
+    step = tr.TrainStep(lambda x: model(x).pow(2).mean(), optimizer)
+    arguments = (step, io.BytesIO()) if copied is torch.save else (step,)
+    with pytest.raises(TypeError, match="can't be copied or pickled; copy the model and the opt"):
+        copied(*arguments)

@@ -10,12 +10,12 @@ from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from . import _watch, amp
 from ._ahead import Ahead, memory
 from ._captured import unflatten
 from ._ops import _C
+from ._results import Results
 from ._step_arguments import check, check_data, compile_arguments, loss_and_extras
 from .graphs import CaptureError, Pool, RandomState
 
@@ -98,13 +98,13 @@ class Eager:
             if not self._plan.host.fits(vars(self.optimizer)):
                 self._plan.sync(self.optimizer)
             self._plan.host.refresh_low()
-        outputs, rebuild = self._run(leaves, spec)
+        outputs, results = self._run(leaves, spec)
         loss, *rest = [t.clone() for t in outputs]
-        return rebuild(loss, rest)
+        return results(loss, rest)
 
     def captured_work(
         self, leaves: tuple, spec, copies, pool: Pool, ahead: Ahead | None
-    ) -> Callable:
+    ) -> Results:
         """The same for a capture in `pool`: nothing is executed, and the hyper-parameters are on
         the device already. `copies`, a GraphCopies, gets the outputs; returns what makes a result
         of them. With `data`, the batch is the one of `ahead`."""
@@ -114,7 +114,13 @@ class Eager:
             with pool.branch() as beside:
                 batch = unflatten(leaves, spec) if ahead is None else ahead.begin(beside)
                 with self._watching_outsiders():
-                    outputs, rebuild = self._forward_backward(batch, ahead and ahead.draw)
+                    outputs, results = self._forward_backward(batch, ahead and ahead.draw)
+                holder = results.holder()
+                if holder:
+                    raise CaptureError(
+                        f"its extras have a {holder}, in which tensors lie that are not copied; "
+                        "return them in a dict, list or (named) tuple"
+                    )
                 if ahead is not None:
                     ahead.advance(outputs, params)
                 low = self._plan.low_copies().values() if self.precision else ()
@@ -130,16 +136,16 @@ class Eager:
             self._forget_gradients(params)
             self._low.restore_grad_dtypes()
             torch.clear_autocast_cache()  # casts that were captured, not made
-        return rebuild
+        return results
 
-    def _run(self, leaves: tuple, spec) -> tuple[list[Tensor], Callable]:
+    def _run(self, leaves: tuple, spec) -> tuple[list[Tensor], Results]:
         params = self._params()
         had_gradients = any(p.grad is not None for p in params)
         done = False
         try:
             batch = unflatten(leaves, spec)
             batch = batch if self.data is None else self.data.draw(*batch)
-            outputs, rebuild = self._forward_backward(batch)
+            outputs, results = self._forward_backward(batch)
             self._update(False)
             done = True
         finally:
@@ -147,16 +153,18 @@ class Eager:
             if not (done or had_gradients):
                 self._forget_gradients(params)
             self._low.restore_grad_dtypes()
-        return outputs, rebuild
+            if self.precision and not done:
+                self.refresh_low()  # it may have written to them
+        return outputs, results
 
     def _forward_backward(
         self, batch: tuple, between: Callable[[], None] | None = None
-    ) -> tuple[list[Tensor], Callable]:
+    ) -> tuple[list[Tensor], Results]:
         """`between` is called between the two."""
         for _ in range(len(self._places) + 1):
             before = self._before_trial()
             copies = self._plan.low_copies() if self.precision else {}
-            self._low = amp.LowWeights(self._places, copies)
+            self._low = amp.LowWeights(self._places, copies, thorough=before is not None)
             try:
                 with torch.enable_grad(), self._low:
                     with self._autocast():
@@ -172,20 +180,8 @@ class Eager:
                 if before is None or not self._drop_from_low(error):
                     raise
                 before()
-        leaves, spec = pytree.tree_flatten(extras)
-        tensors = [leaf.detach() for leaf in leaves if isinstance(leaf, Tensor)]
-        has_extras = isinstance(returned, tuple)
-
-        def rebuild(loss: Tensor, rest: list[Tensor]):
-            if not has_extras:
-                return loss
-            rest = iter(rest)
-            filled = [next(rest) if leaf is _PLACE else leaf for leaf in others]
-            return loss, pytree.tree_unflatten(filled, spec)
-
-        # Tensors stand for themselves only by their place, so that no graph of autograd is kept.
-        others = [_PLACE if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        return [loss.detach(), *tensors], rebuild
+        results = Results(returned, extras)
+        return [loss.detach(), *results.rest], results
 
     def _before_trial(self) -> Callable | None:
         """Where the 16-bit weights are untried: puts back what a forward changes that failed."""
@@ -228,11 +224,16 @@ class Eager:
                 self.optimizer.step()
             else:
                 self.optimizer._train_step(parts)
+            dropped = self.optimizer._sums_dropped
             self.optimizer.zero_grad()
+            self.optimizer._sums_dropped = dropped  # they may be another TrainStep's
 
     def begin_micro_batch(self) -> None:
         self._refuse_another_cycle()
-        if self._micro == 0:
+        last = _LAST_CYCLE.get(self.optimizer)
+        if last is None or last() is not self:
+            self._micro = 0
+        if self._micro == 0 or self.optimizer._sums_dropped:
             self.optimizer._begin_accumulation()
             _LAST_CYCLE[self.optimizer] = weakref.ref(self)
 
@@ -242,7 +243,18 @@ class Eager:
         self._micro += 1
         if self._micro >= self.cycle:
             size, self._micro, self.cycle = self.cycle, 0, self.accumulate
-            self.optimizer._train_step(self.scale_parts(), size)
+            if self.optimizer._has_step_hooks():
+                self._update_from_gradients(size)
+            else:
+                self.optimizer._train_step(self.scale_parts(), size)
+
+    def _update_from_gradients(self, size: int) -> None:
+        """Hooks may read and change `.grad`, as in a loop."""
+        self.optimizer._show_sums(size)
+        try:
+            self.optimizer._train_step(self.scale_parts())
+        finally:
+            self._forget_gradients(self._params())
 
     def _refuse(self) -> None:
         self.optimizer._refuse_averages()
@@ -259,7 +271,8 @@ class Eager:
         """The sums are the optimizer's: two cycles would take each other's."""
         last = _LAST_CYCLE.get(self.optimizer)
         other = last and last()
-        if other is not None and other is not self and other._micro:
+        begun = other is not None and other._micro and not self.optimizer._sums_dropped
+        if begun and other is not self:
             raise RuntimeError(
                 f"TrainStep: another TrainStep has summed {other._micro} of {other.cycle} "
                 "micro-batches on this optimizer; call it until it has updated, or delete it"
@@ -362,6 +375,3 @@ class Eager:
                 self.prepare_low(self.roots())
                 return True
         return False
-
-
-_PLACE = object()

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from types import CodeType, FunctionType, MethodType, ModuleType
 
@@ -37,9 +37,11 @@ class Found:
     modules: dict[nn.Module, str] = field(default_factory=dict)
     cells: list[tuple[object, str]] = field(default_factory=list)
     items: list[tuple[dict, str, str]] = field(default_factory=list)
-    containers: list[tuple[dict, str]] = field(default_factory=list)
+    containers: list[tuple[dict | list, str]] = field(default_factory=list)
     tensors: dict[Tensor, str] = field(default_factory=dict)
     functions: set[Callable] = field(default_factory=set)
+    # By which function's names an object has been looked into, which may lead back to itself.
+    objects: set[tuple[int, Callable]] = field(default_factory=set)
 
 
 def look_into(*functions: Callable) -> Found:
@@ -64,7 +66,7 @@ def _look(value: object, name: str, found: Found, depth: int) -> None:
         inner = getattr(value, "_torchdynamo_orig_callable", None)
         if inner is not None:
             _look(inner, name, found, depth)
-        elif depth and value not in found.functions and not _is_torchs(value):
+        elif depth > 0 and value not in found.functions and not _is_torchs(value):
             found.functions.add(value)
             _look_into_function(value, name, found, depth)
     elif isinstance(value, (list, tuple, dict)):
@@ -78,9 +80,9 @@ def _look(value: object, name: str, found: Found, depth: int) -> None:
 
 
 def _look_into_container(value: list | tuple | dict, name: str, found: Found, depth: int) -> None:
-    if isinstance(value, dict) and depth:
+    if isinstance(value, dict | list):
         found.containers.append((value, name))
-    if len(value) <= _LONGEST and depth:
+    if len(value) <= _LONGEST and depth > 0:
         parts = value.items() if isinstance(value, dict) else enumerate(value)
         for key, part in parts:
             _look(part, f"{name}[{key!r}]", found, depth - 1)
@@ -113,6 +115,8 @@ def _look_into_function(function: FunctionType, name: str, found: Found, depth: 
 def _look_at(content: object, function: FunctionType, where: str, found: Found, depth: int) -> None:
     if isinstance(content, (*_KEPT, MethodType, functools.partial)):
         _look(content, where, found, depth - 1)
+        if isinstance(content, nn.Module):
+            _look_into_object(content, function, where, found, depth)
     elif not isinstance(content, (*_VALUES, ModuleType, type)):
         _look_into_object(content, function, where, found, depth)
         _look(content, where, found, depth - 1)
@@ -124,21 +128,25 @@ def _look_into_object(
     """Of an object only what the function names: others of its attributes may change freely."""
     if isinstance(owner, nn.Module):
         found.modules.setdefault(owner, name)
+    looked_at = id(owner), function
+    if looked_at in found.objects or not hasattr(owner, "__dict__") or _is_torchs(type(owner)):
         return
-    if not hasattr(owner, "__dict__") or _is_torchs(type(owner)):
-        return
+    found.objects.add(looked_at)
     attributes = vars(owner)
     if not isinstance(attributes, dict):
         return
+    is_module = isinstance(owner, nn.Module)
+    if is_module:
+        attributes = attributes | owner._modules
     for attribute in sorted(set(_names(function.__code__))):
         if attribute not in attributes:
             method = getattr(type(owner), attribute, None)
             method = method.fget if isinstance(method, property) else method
-            if isinstance(method, FunctionType) and depth:
+            if isinstance(method, FunctionType) and depth > 0 and not _is_torchs(method):
                 _look(MethodType(method, owner), f"{name}.{attribute}", found, depth - 1)
             continue
         content = attributes[attribute]
-        if isinstance(content, (*_VALUES, *_KEPT)):
+        if isinstance(content, (*_VALUES, *_KEPT)) and not is_module:  # which is watched whole
             found.items.append((attributes, attribute, name))
         _look_at(content, function, f"{name}.{attribute}", found, depth - 1)
 
@@ -164,9 +172,9 @@ def _is_known(module: str) -> bool:
     return module.split(".")[0] in _KNOWN
 
 
-def forwards(model: nn.Module) -> list[Callable]:
+def forwards(modules: Iterable[nn.Module]) -> list[Callable]:
     """The forward passes of modules that aren't torch's own."""
-    return [m.forward for m in model.modules() if not _is_torchs(type(m)) or "forward" in vars(m)]
+    return [m.forward for m in modules if not _is_torchs(type(m)) or "forward" in vars(m)]
 
 
 def all_modules(roots: dict[nn.Module, str]) -> dict[nn.Module, str]:
@@ -196,10 +204,13 @@ def watch(found: Found, modules: dict[nn.Module, str], optimizer: torch.optim.Op
                 w.add_dict(part, name)
     for cell, name in found.cells:
         w.add_cell(cell, name)
-    for owner, key, name in found.items:
+    for owner, key, name in {(id(o), k): (o, k, n) for o, k, n in found.items}.values():
         w.add_item(owner, key, name)
-    for container, name in found.containers:
-        w.add_dict(container, name)
+    for container, name in {id(c): (c, n) for c, n in found.containers}.values():
+        if isinstance(container, dict):
+            w.add_dict(container, name)
+        else:
+            w.add_item({"contents": container}, "contents", name)
     for key in _GLOBAL_HOOKS:
         w.add_dict(getattr(_module, key), f"torch's {key}")
     if optimizer is None:

@@ -11,7 +11,6 @@ from torch import nn
 from . import optim
 from .optim._plan import Plan
 from .optim._rule import Options
-from .regions import classify
 
 _OURS = {
     torch.optim.SGD: optim.SGD,
@@ -70,7 +69,7 @@ def accelerate(
         raise RuntimeError(
             "accelerate: the parameters hold their averages now; call it outside of `Ema.swapped()`"
         )
-    plan = Plan(ours._rule, Options(decay_bias_like, gradients, classify(model), averages))
+    plan = Plan(ours._rule, Options(decay_bias_like, gradients, {}, averages, ref(model)))
     if before is not None and before.options.averages and averages:
         plan.start_averages(before.averages(), before.averaged())
         plan.host.ema_calls = before.host.ema_calls

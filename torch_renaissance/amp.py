@@ -118,7 +118,7 @@ _NAMES |= {"q_proj_weight", "k_proj_weight", "v_proj_weight"}
 def _takes_low(module: nn.Module) -> bool:
     conv = getattr(type(module), "_conv_forward", None)
     return (
-        type(module).forward in _FORWARDS
+        getattr(type(module), "forward", None) in _FORWARDS  # a ScriptModule's raises
         and "forward" not in vars(module)
         and (conv is None or conv.__module__ == "torch.nn.modules.conv")
     )
@@ -153,12 +153,24 @@ def same_places(some: list[tuple], others: list[tuple]) -> bool:
 
 
 class LowWeights:
-    """For forward and backward, modules see the 16-bit copies in place of their parameters."""
+    """For forward and backward, modules see the 16-bit copies in place of their parameters.
 
-    def __init__(self, places: list[tuple], copies: dict[Tensor, Tensor]):
-        self._places, self._copies = places, copies
+    Args:
+        places: of `places_of_low`.
+        copies: of those parameters.
+        thorough: also looks for changes that torch doesn't count, through `.data`. Waits for the
+            device.
+
+    Raises:
+        RuntimeError: at the end, where the block has written to a weight or to its copy.
+    """
+
+    def __init__(self, places: list[tuple], copies: dict[Tensor, Tensor], thorough: bool = False):
+        self._places, self._copies, self._thorough = places, copies, thorough
         self._changed: list[tuple] = []
         self._dtypes: dict[Tensor, torch.dtype | None] = {}
+        self._versions: dict[Tensor, tuple[int, int]] = {}
+        self._values: dict[Tensor, Tensor] = {}
 
     def __enter__(self) -> None:
         stand_ins: dict[Tensor, Tensor] = {}
@@ -172,12 +184,33 @@ class LowWeights:
                     self._dtypes[p] = p.grad_dtype
                     p.grad_dtype = None
                 stand_ins[p] = _C.low_weight(p, self._copies[p])
+                self._versions[p] = self._versions_of(p)
+                if self._thorough:
+                    self._values[p] = self._copies[p].clone()
             module._parameters[name] = stand_ins[p]
             self._changed.append((module, name, p))
 
-    def __exit__(self, *_) -> None:
+    def __exit__(self, kind: type | None, *_) -> None:
         for module, name, p in self._changed:
             module._parameters[name] = p
+        if kind is not None and not issubclass(kind, RuntimeError):
+            return
+        for module, name, p in self._changed:
+            if self._is_written(p):
+                raise RuntimeError(
+                    f"TrainStep: loss_fn writes to the {name} of a {type(module).__name__} of "
+                    f"shape {list(p.shape)}, in whose place it finds a 16-bit copy; change weights "
+                    "between steps, or leave precision out"
+                )
+
+    def _versions_of(self, p: Tensor) -> tuple[int, int]:
+        return p._version, self._copies[p]._version
+
+    def _is_written(self, p: Tensor) -> bool:
+        if self._versions_of(p) != self._versions[p]:
+            return True
+        before, now = self._values.get(p), self._copies[p]
+        return before is not None and not torch.allclose(before, now, 0, 0, equal_nan=True)
 
     def restore_grad_dtypes(self) -> None:
         """Once the gradients are used and gone; those that stay are cast, as autograd would have

@@ -214,7 +214,7 @@ class Evaluator:
         return ""
 
     def _look(self) -> _watch.Found:
-        return _watch.look_into(self._loss_fn, *_watch.forwards(self._model))
+        return _watch.look_into(self._loss_fn, *_watch.forwards(self._model.modules()))
 
     def _roots(self, found: _watch.Found) -> dict[nn.Module, str]:
         model = {self._model: "model"}

@@ -60,6 +60,7 @@ class TrainStep:
     Raises:
         TypeError, ValueError: for arguments that don't fit, or that exclude each other.
         What torch.compile raises, for `compile`.
+        TypeError: from `copy` and `pickle`: make a new one instead.
     """
 
     def __init__(
@@ -96,6 +97,12 @@ class TrainStep:
 
     captured: bool
     """Whether the last call was a replay."""
+
+    def __reduce_ex__(self, protocol):
+        raise TypeError(
+            "TrainStep: graphs, and a loss_fn that knows its model, can't be copied or pickled; "
+            "copy the model and the optimizer and make a TrainStep of them"
+        )
 
     @property
     def accumulate(self) -> int:
@@ -280,8 +287,11 @@ class TrainStep:
         return results
 
     def _new_watch(self):
-        modules = _watch.all_modules(self._eager.roots())
-        return _watch.watch(_watch.look_into(self._loss_fn), modules, self._optimizer)
+        roots = self._eager.roots()
+        forwards = _watch.forwards(_watch.all_modules(roots))
+        found = _watch.look_into(self._loss_fn, *forwards)
+        modules = _watch.all_modules(roots | found.modules | roots)  # named as roots, and first
+        return _watch.watch(found, modules, self._optimizer)
 
     def _try(self, key: Key, leaves: tuple) -> tuple[Captured | None, str]:
         try:

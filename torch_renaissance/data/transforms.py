@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -94,7 +94,7 @@ class Resize(Transform):
 
     size: int | Sequence[int]
     interpolation: str = "bilinear"
-    antialias: bool = False
+    antialias: bool = field(default=False, kw_only=True)  # v2 has another argument before it
 
     def __post_init__(self):
         several = isinstance(self.size, Sequence) and len(self.size) == 2
@@ -132,7 +132,7 @@ class RandomRotation(Transform):
 
     degrees: float | Sequence[float]
     interpolation: str = "nearest"
-    fill: Fill = 0
+    fill: Fill = field(default=0, kw_only=True)  # v2 has other arguments before it
 
     def __post_init__(self):
         degrees = self.degrees

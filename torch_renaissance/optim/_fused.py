@@ -51,6 +51,8 @@ class Fused:
     """How much of the averaged weights (`tr.Ema`) each step keeps; or a function of the number of
     steps so far, skipped ones included, that says so. Set by `tr.accelerate`, read every step."""
 
+    _sums_dropped = False  # whether zero_grad() was called since sums of gradients were begun
+
     amp: LossScale | None = None
     """The loss scale of `tr.TrainStep(precision="fp16")`."""
 
@@ -77,11 +79,14 @@ class Fused:
             What `closure` returned, or None.
 
         Raises:
-            RuntimeError: what torch's step raises for the parameters left to it, and where state
-                doesn't fit its parameter.
+            RuntimeError: what torch's step raises for the parameters left to it, where state
+                doesn't fit its parameter, and for an lr or a decay that float32 can't hold.
+            AssertionError: from `GradScaler.step` where no parameter has a gradient, as natively.
         """
         own = self.__dict__
         plan = own.get("_plan")
+        if type(own.get("found_inf")) is int:
+            self._take_no_checks()
         if (
             closure is None
             and plan is not None
@@ -121,13 +126,14 @@ class Fused:
         return list(self._packed)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torch.optim.Optimizer.zero_grad; packed gradients are forgotten."""
-        self._packed = None
+        """As torch.optim.Optimizer.zero_grad; packed gradients are forgotten, and so is what a
+        TrainStep with `accumulate > 1` has summed so far."""
+        self._packed, self._sums_dropped = None, True
         super().zero_grad(set_to_none)
 
     def state_dict(self) -> dict:
-        """As torch's: the same keys and shapes, `step` on the CPU unless the group is capturable or
-        fused, and nothing for parameters whose every step was skipped."""
+        """As torch's: the same keys, shapes and dtypes, `step` on the CPU unless the group is
+        capturable or fused, and nothing for parameters whose every step was skipped."""
         live = self.state
         self.state = self._portable_state()
         try:
@@ -139,6 +145,7 @@ class Fused:
         state = super().__getstate__()
         plan = vars(self).get("_plan")
         options = plan.options if plan else vars(self).get("_options", Options())
+        options.learn({p for group in self.param_groups for p in group["params"]})
         own = {k: vars(self)[k] for k in (*_OWN, "_averages") if k in vars(self)}
         if plan and plan.swapped:
             raise RuntimeError(
@@ -188,6 +195,14 @@ class Fused:
             f"{type(self).__name__}.step: parameters or state change while the step prepares; "
             "don't modify them from another thread"
         )
+
+    def _take_no_checks(self) -> None:
+        """GradScaler found no gradient that it could check, and would have refused an optimizer
+        that isn't fused."""
+        self.found_inf = None
+        if not all(group.get("fused") for group in self.param_groups):
+            del self.grad_scale, self.found_inf
+            raise AssertionError("No inf checks were recorded for this optimizer.")
 
     def _refuse_averages(self) -> None:
         if self._current_plan().swapped:
@@ -245,6 +260,7 @@ class Fused:
             plan.sums = True
             plan.sync(self)
         plan.host.begin_accumulation()
+        self._sums_dropped = False
 
     def _accumulate(self) -> None:
         """Adds the gradients to the sums."""
@@ -255,6 +271,15 @@ class Fused:
             self._refuse_native(params, "accumulate > 1")
 
         self._run(lambda: plan.host.accumulate(own), refuse)
+
+    def _has_step_hooks(self) -> bool:
+        own = (self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks)
+        return any((*own, _torch._global_optimizer_pre_hooks, _torch._global_optimizer_post_hooks))
+
+    def _show_sums(self, micro_batches: int) -> None:
+        """Puts the means of the sums into `.grad`, where step hooks look for gradients."""
+        for p, total in self._current_plan().summed().items():
+            p.grad = total / micro_batches
 
     def _update_native(self, params: set[Tensor], loss_scale: tuple | None) -> None:
         plan = self._current_plan()
@@ -293,11 +318,15 @@ class Fused:
             if id(slot.block) not in steps:
                 steps[id(slot.block)] = slot.block.steps.cpu()
             step = steps[id(slot.block)][slot.index]
+            group = self.param_groups[slot.group]
             if is_fresh(entry, self._rule.planes, step):
                 del result[p]
-            elif "step" in entry and slot.block.device.type != "cpu":
-                if step_is_hosted(self.param_groups[slot.group]):
-                    result[p] = {**entry, "step": step.clone()}
+            elif "step" in entry:
+                dtype = _torch._get_scalar_dtype(group.get("fused"))
+                if step_is_hosted(group) and slot.block.device.type != "cpu":
+                    result[p] = {**entry, "step": step.to(dtype, copy=True)}
+                elif entry["step"].dtype != dtype:
+                    result[p] = {**entry, "step": entry["step"].to(dtype)}
         return result
 
 

@@ -54,6 +54,7 @@ class Plan(PlanState):
 
     def sync(self, optimizer: torch.optim.Optimizer) -> None:
         """Adopts new parameters, moved ones and foreign state; makes state for new gradients."""
+        _check_groups(optimizer)
         self._pending.clear()
         # Memory made in inference mode couldn't be trained afterwards.
         with torch.inference_mode(False), torch.no_grad():
@@ -136,10 +137,16 @@ class Plan(PlanState):
     def packed(self) -> list[Tensor]:
         return [b.planes[Plane.G] for b in self._stateful()]
 
+    def summed(self) -> dict[Tensor, Tensor]:
+        """Sums of gradients over micro-batches, slices of plane G, by parameter."""
+        found = zip(self._entries, self.host.accumulated(), strict=True)
+        return {s.param: s.block.slice(Plane.G, s.index) for s, has in found if has}
+
     # -- parameters ------------------------------------------------------------------------------
 
     def _place(self, optimizer) -> list[tuple[Tensor, Tensor]]:
         """Gives every parameter a slot or leaves it to torch; returns (parameter, new memory)."""
+        self.options.learn({p for group in optimizer.param_groups for p in group["params"]})
         present: set[Tensor] = set()
         twice: set[Tensor] = set()
         fresh: list[Slot] = []
@@ -277,6 +284,21 @@ class Plan(PlanState):
         known = self.slots.keys() | self.native.keys()
         frozen = [p for group in groups for p in group if p not in known]
         self.host.set_plan(groups, optimizer.state, entries, frozen, launches)
+
+
+def _check_groups(optimizer) -> None:
+    """What the host can compare with a plan: torch itself makes nothing else."""
+    if not isinstance(optimizer.param_groups, list):
+        raise TypeError(
+            "optimizer.param_groups must be a list, as torch.optim makes it, got a "
+            f"{type(optimizer.param_groups).__name__}"
+        )
+    for g, group in enumerate(optimizer.param_groups):
+        if not isinstance(group["params"], list | tuple):
+            raise TypeError(
+                f"param_groups[{g}]['params'] must be a list or a tuple of parameters, got a "
+                f"{type(group['params']).__name__}; use list(...) of it"
+            )
 
 
 def _fits(segments: list[dict], block: Block) -> bool:

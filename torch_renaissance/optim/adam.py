@@ -36,8 +36,8 @@ class Adam(Fused, torch.optim.Adam):
     def __init__(self, params, *args, **kwargs):
         groups, known = module_groups(params)
         super().__init__(groups, *args, **kwargs)
-        self._options = Options(known=known)
         self._model = ref(params) if known else None
+        self._options = Options(known=known, model=self._model)
 
 
 class AdamW(Fused, torch.optim.AdamW):
@@ -48,5 +48,5 @@ class AdamW(Fused, torch.optim.AdamW):
     def __init__(self, params, *args, **kwargs):
         groups, known = module_groups(params)
         super().__init__(groups, *args, **kwargs)
-        self._options = Options(known=known)
         self._model = ref(params) if known else None
+        self._options = Options(known=known, model=self._model)

@@ -140,8 +140,8 @@ class LARS(Fused, torch.optim.Optimizer):
         _check(defaults)
         groups, known = module_groups(params)
         super().__init__(groups, defaults)
-        self._options = Options(known=known)
         self._model = ref(params) if known else None
+        self._options = Options(known=known, model=self._model)
 
     def add_param_group(self, param_group: dict) -> None:
         """As torch.optim.Optimizer.add_param_group.

@@ -32,8 +32,8 @@ class SGD(Fused, torch.optim.SGD):
     def __init__(self, params, *args, decoupled_weight_decay: bool = False, **kwargs):
         groups, known = module_groups(params)
         super().__init__(groups, *args, **kwargs)
-        self._options = Options(known=known)
         self._model = ref(params) if known else None
+        self._options = Options(known=known, model=self._model)
         if decoupled_weight_decay:  # torch's groups have no such key, so ours only where it is on
             self.defaults["decoupled_weight_decay"] = True
             for group in self.param_groups:
