@@ -23,7 +23,7 @@ LAYERS = (
     {"_C"},
     {"_ops"},
     {"regions", "amp", "ema", "loss", "lr", "init", "graphs", "data"}
-    | {"_watch", "_ahead", "_captured", "_results", "_measures", "_seed", "_debug"}
+    | {"_watch", "_ahead", "_captured", "_results", "_low", "_measures", "_seed", "_debug"}
     | {"_step_arguments", "_evaluation_arguments"},
     {"optim", "distributed"},
     {"accelerate", "train_step", "evaluate", "_eager", "_verify"},

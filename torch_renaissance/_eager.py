@@ -11,7 +11,7 @@ from contextlib import contextmanager, nullcontext
 import torch
 from torch import Tensor, nn
 
-from . import _watch, amp
+from . import _low, _watch, amp
 from ._ahead import Ahead, memory
 from ._captured import unflatten
 from ._ops import _C
@@ -42,7 +42,7 @@ class Eager:
         self._names: dict[nn.Module, str] = {}
         self._places: list[tuple] = []
         self._proven = False  # whether a forward has used them
-        self._low = amp.LowWeights([], {})
+        self._low = _low.LowWeights([], {})
         self.device = next(p.device for g in optimizer.param_groups for p in g["params"])
         self.data = data
         check_data(data, self.device)
@@ -164,7 +164,8 @@ class Eager:
         for _ in range(len(self._places) + 1):
             before = self._before_trial()
             copies = self._plan.low_copies() if self.precision else {}
-            self._low = amp.LowWeights(self._places, copies, thorough=before is not None)
+            thorough = before is not None and self.loss_fn is self._original
+            self._low = _low.LowWeights(self._places, copies, thorough)
             try:
                 with torch.enable_grad(), self._low:
                     with self._autocast():
@@ -176,6 +177,9 @@ class Eager:
                     loss.backward(self._seed(loss))
                 self._proven = True
                 break
+            except _low.ReadsWeight as read:
+                self._drop_read(read)
+                before()
             except RuntimeError as error:
                 if before is None or not self._drop_from_low(error):
                     raise
@@ -183,18 +187,23 @@ class Eager:
         results = Results(returned, extras)
         return [loss.detach(), *results.rest], results
 
+    def prove_again(self) -> None:
+        """The next step takes another way through `loss_fn`, perhaps."""
+        self._proven = False
+
     def _before_trial(self) -> Callable | None:
         """Where the 16-bit weights are untried: puts back what a forward changes that failed."""
         if not self.precision or self._proven:
             return None
-        buffers = [b for m in _watch.all_modules(self.roots()) for b in m.buffers(recurse=False)]
-        values = [b.clone() for b in buffers]
+        # Also weights that aren't trained: those of a teacher follow the model.
+        kept = [t for m in _watch.all_modules(self.roots()) for t in _untrained(m)]
+        values = [t.clone() for t in kept]
         randoms = RandomState(self.device)
         gradients = {p: p.grad for p in self._params()}
 
         def put_back() -> None:
-            for buffer, value in zip(buffers, values, strict=True):
-                buffer.copy_(value)
+            for tensor, value in zip(kept, values, strict=True):
+                tensor.copy_(value)
             randoms.restore()
             self._low.restore_grad_dtypes()
             for p, grad in gradients.items():
@@ -343,8 +352,8 @@ class Eager:
     def prepare_low(self, roots: dict[nn.Module, str]) -> None:
         """Gives the weights that autocast would cast their places in plane H."""
         self._names = _watch.all_modules(roots)
-        before, self._places = self._places, amp.places_of_low(list(roots), set(self._dropped))
-        self._proven = self._proven and amp.same_places(before, self._places)
+        before, self._places = self._places, _low.places_of_low(list(roots), set(self._dropped))
+        self._proven = self._proven and _low.same_places(before, self._places)
         wanted = {p: amp.PRECISIONS[self.precision] for _, _, p in self._places}
         plan = self._plan
         if plan.low != wanted:
@@ -358,6 +367,15 @@ class Eager:
 
     def left_to_autocast(self) -> dict[str, str]:
         return {self._names.get(m, type(m).__name__): why for m, why in self._dropped.items()}
+
+    def _drop_read(self, read: _low.ReadsWeight) -> None:
+        """What reads one weight for its gradient may be tried again without that one. Where there
+        is none, or a second one is read, it may read all, and mustn't do by halves what it does."""
+        owners = self._low.owners(read.weight)
+        if not read.differentiable or any(_low.READ in why for why in self._dropped.values()):
+            owners = [module for module, _, _ in self._places]
+        self._dropped |= dict.fromkeys(owners, str(read))
+        self.prepare_low(self.roots())
 
     def _drop_from_low(self, error: RuntimeError) -> bool:
         """A module that was called where autocast is off needs its float32 weights."""
@@ -375,3 +393,8 @@ class Eager:
                 self.prepare_low(self.roots())
                 return True
         return False
+
+
+def _untrained(module: nn.Module) -> list[Tensor]:
+    tensors = (*module._parameters.values(), *module._buffers.values())
+    return [t for t in tensors if t is not None and not t.requires_grad]

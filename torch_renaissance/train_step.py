@@ -200,6 +200,8 @@ class TrainStep:
         if key is None:
             return self._eager(leaves, spec)
         key.calls += 1
+        if key.calls == 1 and not key.failed:
+            self._eager.prove_again()
         kept = _verify.Kept(self._loss_fn) if self._verify else None
         results = self._eager(leaves, spec)
         if kept is not None:
