@@ -21,6 +21,7 @@ from testing import DEVICES, equal, values_of
 from torch import nn
 
 import torch_renaissance as tr
+from torch_renaissance import _low
 
 pytestmark = [pytest.mark.parametrize("device", DEVICES), eager_on_a_cpu]
 
@@ -338,6 +339,62 @@ def test_questions_that_are_no_values_leave_the_copies(precision, device):
     t.run_all(8)
     t.check()
     assert t.step.explain().autocast == {}
+
+
+@each_precision
+@pytest.mark.parametrize("how", ["model", "loss_fn", "TrainStep"])
+def test_looking_at_what_is_compiled(how, precision, device):
+    """The first step runs it as it was written; it isn't compiled with what looks at it."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    given = {"backend": "eager", "fullgraph": True, "dynamic": False}
+
+    def loss(model, x):
+        if model is t.ours and how == "model":
+            return penalized(compiled, x)
+        return penalized(model, x)
+
+    t = Trainings((mlp, VECTOR, loss), ROWS[0], precision, device)
+    compiled = torch.compile(t.ours, **given)
+    if how == "loss_fn":
+        t.step = tr.TrainStep(
+            torch.compile(lambda x: penalized(t.ours, x), **given),
+            t.optimizer,
+            precision=precision,
+        )
+    elif how == "TrainStep":
+        t.step = tr.TrainStep(
+            lambda x: penalized(t.ours, x), t.optimizer, precision=precision, compile=given
+        )
+    t.run_all(6)
+    t.check()
+    assert len(t.step.explain().autocast) == 2
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    assert not torch._dynamo.utils.counters["graph_break"]
+
+
+def test_memory_that_only_the_uncompiled_step_lacks(device, monkeypatch):
+    """Then the first step runs again, and without a look."""
+    t = Trainings("mlp", ROWS[0], "bf16", device)
+    looks = []
+    forward = nn.Linear.forward
+
+    def short_of_memory(self, x):
+        looks.append(torch.overrides._get_current_function_mode_stack() != [])
+        if looks[-1]:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return forward(self, x)
+
+    step = t.make_step()
+    with monkeypatch.context() as patch:
+        patch.setattr(nn.Linear, "forward", short_of_memory)
+        patch.setattr(_low, "_FORWARDS", {short_of_memory})
+        t.step = step
+        t.run(batches(VECTOR, 1)[0])
+    assert looks.count(True) == 1 and looks[-1] is False
+    for batch in batches(VECTOR, 7)[1:]:
+        t.run(batch)
+    t.check()
 
 
 class Unseen:

@@ -2,6 +2,7 @@
 # What goes into a TrainStep and what comes out: extras and losses that keep their value, batches of
 # every structure, layout, dtype and device, and the static inputs.
 
+import copy
 from collections import OrderedDict, namedtuple
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ from stepping import (
     WARMUP,
     Twins,
     agree,
+    by_hand,
     fit,
     no_fallback,
     noise,
@@ -426,3 +428,37 @@ def test_objects_without_tensors_are_extras_like_others(device, monkeypatch):
         _, found = step(noise(i, 5, 4, device=device, dtype=torch.float32))
         assert all(a is b for a, b in zip(found, things, strict=True))
     assert step.captured
+
+
+ODD = {
+    "strided": lambda x: (x.repeat(1, 2)[:, ::2],),
+    "expanded": lambda x: (x[:1].expand(5, 4),),
+    "the same twice": lambda x: (x, x),
+    "on the CPU": lambda x: (x.cpu(),),
+}
+
+
+@pytest.mark.parametrize("kind", ODD)
+def test_nothing_is_compiled_in_a_capture(kind, device, monkeypatch):
+    """The graph's inputs look otherwise than such batches, for which it was compiled first."""
+    if device == "cpu":
+        replaying.capture_steps(monkeypatch)
+    torch._dynamo.reset()
+    counts = torch._dynamo.utils.counters
+    model = nn.Linear(4, 3).to(device)
+    native = copy.deepcopy(model)
+    model, optimizer = tr.accelerate(model, torch.optim.SGD(model.parameters(), 0.1))
+    stock = torch.optim.SGD(native.parameters(), 0.1)
+
+    def loss_of(model):
+        return lambda *xs: sum(model(x.to(device)) for x in xs).pow(2).mean()
+
+    step = tr.TrainStep(loss_of(model), optimizer, compile={"backend": "eager", "dynamic": False})
+    reference = by_hand(loss_of(native), stock)
+    for i in range(WARMUP + 2):
+        batch = ODD[kind](noise(i, 5, 4, device=device, dtype=torch.float32))
+        before = counts["stats"]["unique_graphs"]
+        torch.testing.assert_close(step(*batch), reference(*batch))
+        if i >= WARMUP:
+            assert counts["stats"]["unique_graphs"] == before
+            assert step.captured

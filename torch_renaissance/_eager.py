@@ -33,7 +33,7 @@ class Eager:
         self.loss_fn: Callable = (
             loss_fn if arguments is None else torch.compile(loss_fn, **arguments)
         )
-        self._original = loss_fn
+        self._original, self.compiles = loss_fn, arguments is not None
         self.optimizer, self.precision, self._scaler = optimizer, precision, scaler
         self._model = model
         self.accumulate = accumulate
@@ -161,11 +161,11 @@ class Eager:
         self, batch: tuple, between: Callable[[], None] | None = None
     ) -> tuple[list[Tensor], Results]:
         """`between` is called between the two."""
-        for _ in range(len(self._places) + 1):
+        look = True
+        for _ in range(len(self._places) + 2):
             before = self._before_trial()
             copies = self._plan.low_copies() if self.precision else {}
-            thorough = before is not None and self.loss_fn is self._original
-            self._low = _low.LowWeights(self._places, copies, thorough)
+            self._low = _low.LowWeights(self._places, copies, before is not None and look)
             try:
                 with torch.enable_grad(), self._low:
                     with self._autocast():
@@ -179,6 +179,11 @@ class Eager:
                 break
             except _low.ReadsWeight as read:
                 self._drop_read(read)
+                before()
+            except torch.OutOfMemoryError:  # perhaps since nothing ran compiled
+                if before is None or not look:
+                    raise
+                look = False
                 before()
             except RuntimeError as error:
                 if before is None or not self._drop_from_low(error):

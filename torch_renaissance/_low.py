@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+import sys
+from contextlib import ExitStack
 
 import torch
 from torch import Tensor, nn
@@ -131,7 +132,8 @@ class LowWeights:
     Args:
         places: of `places_of_low`.
         copies: of those parameters.
-        thorough: for a first step: also looks at what is done with the copies.
+        thorough: for a first step: also looks at what is done with the copies. Functions that
+            were compiled run eagerly.
 
     Raises:
         ReadsWeight: within the block, if `thorough`.
@@ -144,7 +146,7 @@ class LowWeights:
         self._dtypes: dict[Tensor, torch.dtype | None] = {}
         self._versions: dict[Tensor, tuple[int, int]] = {}
         self._stand_ins: dict[Tensor, Tensor] = {}
-        self._only_kernels = nullcontext()
+        self._looking = ExitStack()
 
     def __enter__(self) -> None:
         for module, name, p in self._places:
@@ -160,12 +162,13 @@ class LowWeights:
                 self._versions[p] = self._versions_of(p)
             module._parameters[name] = self._stand_ins[p]
             self._changed.append((module, name, p))
-        if self._thorough:
-            self._only_kernels = _OnlyKernels(list(self._stand_ins.values()))
-        self._only_kernels.__enter__()
+        if self._thorough:  # into what is compiled as well, which therefore runs as it was written
+            if "torch._dynamo" in sys.modules:  # else nothing is, and importing it takes seconds
+                self._looking.enter_context(torch.compiler.set_stance("force_eager"))
+            self._looking.enter_context(_OnlyKernels(list(self._stand_ins.values())))
 
     def __exit__(self, kind: type | None, *_) -> None:
-        self._only_kernels.__exit__(None, None, None)
+        self._looking.close()
         for module, name, p in self._changed:
             module._parameters[name] = p
         if kind is not None and not issubclass(kind, RuntimeError):

@@ -195,11 +195,13 @@ class TrainStep:
             reason = key.failed or self._why_no_room()
         if reason:
             self._fall_back(reason)
-        elif key.calls >= (self._warmup if not self._graphs else 1):
+        elif key.calls >= self._eager_calls():
             return self._capture(key, leaves)
         if key is None:
             return self._eager(leaves, spec)
         key.calls += 1
+        if self._eager.compiles and key.calls == self._eager_calls():
+            leaves = _as_static(leaves, self._eager.device)
         if key.calls == 1 and not key.failed:
             self._eager.prove_again()
         kept = _verify.Kept(self._loss_fn) if self._verify else None
@@ -207,6 +209,10 @@ class TrainStep:
         if kept is not None:
             key.changes = kept.changed()
         return results
+
+    def _eager_calls(self) -> int:
+        """Before a kind of call is captured; with precision= the first runs nothing compiled."""
+        return max(1 if self._graphs else self._warmup, 2 if self._eager.precision else 1)
 
     def _why_not(self) -> str:
         device = self._eager.device
@@ -366,3 +372,15 @@ class TrainStep:
         """Makes the 16-bit copies anew from the weights. Only needed after a change through
         `.data`; every other change is seen."""
         self._eager.refresh_low()
+
+
+def _as_static(leaves: tuple, device: torch.device) -> tuple:
+    """A batch in memory like that of a graph's inputs, for which is compiled before the capture."""
+    try:
+        inputs = [static_input(leaf, device) for leaf in leaves]
+    except graphs.CaptureError:
+        return leaves
+    return tuple(
+        leaf if given is None else given.copy_(leaf)
+        for given, leaf in zip(inputs, leaves, strict=True)
+    )
