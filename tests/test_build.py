@@ -26,7 +26,7 @@ LAYERS = (
     | {"_watch", "_ahead", "_captured", "_results", "_low", "_measures", "_seed", "_debug"}
     | {"_step_arguments", "_evaluation_arguments"},
     {"optim", "distributed"},
-    {"accelerate", "train_step", "evaluate", "_eager", "_verify"},
+    {"accelerate", "train_step", "evaluate", "_eager", "_verify", "_precision", "_cycle"},
     {"ab", "__init__", "__main__"},
 )
 

@@ -57,14 +57,14 @@ class _State:
             self.named |= {"the loss scale": parts[0], "its growth tracker": parts[1]}
         self.values = {name: t.clone() for name, t in self.named.items()}
         self.random = graphs.RandomState(eager.device)
-        self.ema_calls, self.micro = plan.host.ema_calls, eager._micro
+        self.ema_calls, self.done = plan.host.ema_calls, eager.cycle.done
 
     def restore(self, eager: Eager) -> None:
         with torch.no_grad():
             for name, t in self.named.items():
                 t.copy_(self.values[name])
         self.random.restore()
-        eager._plan.host.ema_calls, eager._micro = self.ema_calls, self.micro
+        eager._plan.host.ema_calls, eager.cycle.done = self.ema_calls, self.done
 
 
 class Expected:

@@ -107,11 +107,11 @@ class TrainStep:
     @property
     def accumulate(self) -> int:
         """Micro-batches per update; a new value counts from the next update on."""
-        return self._eager.accumulate
+        return self._eager.cycle.accumulate
 
     @accumulate.setter
     def accumulate(self, value: int) -> None:
-        self._eager.accumulate = value
+        self._eager.cycle.accumulate = value
 
     @property
     def inputs(self) -> tuple:
@@ -159,7 +159,7 @@ class TrainStep:
         parts = self._eager.scale_parts()
         if captured.scale is not (parts and parts[0]):
             return False
-        answer = host.ready(vars(self._optimizer), parts, self._eager.cycle, updates)
+        answer = host.ready(vars(self._optimizer), parts, self._eager.cycle.size, updates)
         if answer == _C.DONE and host.generation != captured.generation:
             host.ema_calls -= updates
             return False
@@ -168,10 +168,10 @@ class TrainStep:
     def _replay(self, captured: Captured, leaves: tuple):
         host = self._optimizer._current_plan().host
         if captured.key.accumulates:
-            self._eager.begin_micro_batch()
+            self._eager.cycle.begin()
             captured.replay(leaves)
             host.add_accumulated(captured.accumulated)
-            self._eager.end_micro_batch()
+            self._eager.cycle.end(self._eager.scale_parts())
         else:
             captured.replay(leaves)
             host.replayed()
@@ -203,7 +203,7 @@ class TrainStep:
         if self._eager.compiles and key.calls == self._eager_calls():
             leaves = _as_static(leaves, self._eager.device)
         if key.calls == 1 and not key.failed:
-            self._eager.prove_again()
+            self._eager.precision.prove_again()
         kept = _verify.Kept(self._loss_fn) if self._verify else None
         results = self._eager(leaves, spec)
         if kept is not None:
@@ -212,7 +212,7 @@ class TrainStep:
 
     def _eager_calls(self) -> int:
         """Before a kind of call is captured; with precision= the first runs nothing compiled."""
-        return max(1 if self._graphs else self._warmup, 2 if self._eager.precision else 1)
+        return max(1 if self._graphs else self._warmup, 2 if self._eager.precision.name else 1)
 
     def _why_not(self) -> str:
         device = self._eager.device
@@ -311,11 +311,10 @@ class TrainStep:
         eager, optimizer = self._eager, self._optimizer
         plan = optimizer._current_plan()
         self._pool = self._pool or graphs.Pool(eager.device)
-        if eager.precision:
-            eager.prepare_low(self._eager.roots())
+        eager.precision.prepare()
         for _ in range(2):
             answer = plan.host.ready(
-                vars(optimizer), eager.scale_parts(), eager.cycle, not key.accumulates
+                vars(optimizer), eager.scale_parts(), eager.cycle.size, not key.accumulates
             )
             if answer == _C.DONE:
                 break
@@ -354,7 +353,7 @@ class TrainStep:
             [g.summary() for g in self._graphs],
             self._pool.bytes() if self._pool else 0,
             dict(self._fallbacks),
-            self._eager.left_to_autocast(),
+            self._eager.precision.left_to_autocast(),
         )
         print(found)
         return found
@@ -371,7 +370,7 @@ class TrainStep:
     def refresh(self) -> None:
         """Makes the 16-bit copies anew from the weights. Only needed after a change through
         `.data`; every other change is seen."""
-        self._eager.refresh_low()
+        self._eager.precision.refresh()
 
 
 def _as_static(leaves: tuple, device: torch.device) -> tuple:

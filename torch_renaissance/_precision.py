@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""A step's `precision=`: which weights it reads in 16 bits, as its first forwards find out."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from . import _watch, amp
+from ._low import READ, LowWeights, ReadsWeight, places_of_low, same_places
+from .graphs import RandomState
+
+T = TypeVar("T")
+
+
+class Precision:
+    """Autocast in the forward pass, and plane H for the weights that it would cast.
+
+    Args:
+        name: "fp16", "bf16", or None, with which nothing here does anything.
+        optimizer: whose plan has the plane.
+        roots: returns the modules that `loss_fn` uses, with names.
+    """
+
+    def __init__(self, name: str | None, optimizer, roots: Callable[[], dict[nn.Module, str]]):
+        self.name, self._optimizer, self._roots = name, optimizer, roots
+        self._names: dict[nn.Module, str] = {}
+        self._places: list[tuple] = []
+        self._dropped: dict[nn.Module, str] = {}
+        self._proven = False  # whether a forward has used them
+        self._weights = LowWeights([], {})
+
+    @property
+    def _plan(self):
+        return self._optimizer._current_plan()
+
+    def autocast(self, device: torch.device):
+        """Of the forward pass only: backward follows the dtypes of what it differentiates."""
+        if torch.is_autocast_enabled(device.type):
+            if self.name:
+                raise RuntimeError(
+                    f"TrainStep: precision={self.name!r} does its own autocast; call the step "
+                    "outside of torch.autocast, or leave precision out"
+                )
+            torch.clear_autocast_cache()  # casts of weights that have been updated since
+        if not self.name:
+            return nullcontext()
+        return torch.autocast(device.type, amp.PRECISIONS[self.name])
+
+    # -- plane H ---------------------------------------------------------------------------------
+
+    def prepare(self) -> None:
+        """Gives the weights that autocast would cast their places in plane H."""
+        if not self.name:
+            return
+        roots = self._roots()
+        self._names = _watch.all_modules(roots)
+        before, self._places = self._places, places_of_low(list(roots), set(self._dropped))
+        self._proven = self._proven and same_places(before, self._places)
+        wanted = {p: amp.PRECISIONS[self.name] for _, _, p in self._places}
+        plan = self._plan
+        if plan.low != wanted:
+            plan.low = wanted
+            plan.sync(self._optimizer)
+
+    def update(self) -> None:
+        """Before an eager step: of weights that have changed since the last update."""
+        if not self.name:
+            return
+        self.prepare()
+        if not self._plan.host.fits(vars(self._optimizer)):
+            self._plan.sync(self._optimizer)
+        self._plan.host.refresh_low()
+
+    def copies(self) -> dict[Tensor, Tensor]:
+        return self._plan.low_copies() if self.name else {}
+
+    def refresh(self) -> None:
+        """Makes all copies anew."""
+        with torch.no_grad():
+            for p, copy in self.copies().items():
+                copy.copy_(p)
+
+    # -- forward and backward --------------------------------------------------------------------
+
+    def run(self, work: Callable[[], T]) -> T:
+        """`work()`, forward and backward, in which modules find the copies in the place of their
+        weights. Where one can't have them it is done again without."""
+        look = True
+        for _ in range(len(self._places) + 2):
+            before = self._before_trial()
+            self._weights = LowWeights(self._places, self.copies(), before is not None and look)
+            try:
+                with torch.enable_grad(), self._weights:
+                    result = work()
+                break
+            except ReadsWeight as read:
+                self._drop_read(read)
+            except torch.OutOfMemoryError:  # perhaps since nothing ran compiled
+                if before is None or not look:
+                    raise
+                look = False
+            except RuntimeError as error:
+                if before is None or not self._drop_failed(error):
+                    raise
+            before()
+        self._proven = True
+        return result
+
+    def gradients_are_used(self) -> None:
+        self._weights.restore_grad_dtypes()
+
+    def prove_again(self) -> None:
+        """The next step takes another way through `loss_fn`, perhaps."""
+        self._proven = False
+
+    def left_to_autocast(self) -> dict[str, str]:
+        """The modules that have their own weights, with the reason."""
+        return {self._names.get(m, type(m).__name__): why for m, why in self._dropped.items()}
+
+    def _before_trial(self) -> Callable[[], None] | None:
+        """Where the 16-bit weights are untried: puts back what a forward changes that failed."""
+        if not self.name or self._proven:
+            return None
+        # Also weights that aren't trained: those of a teacher follow the model.
+        kept = [t for m in _watch.all_modules(self._roots()) for t in _untrained(m)]
+        values = [t.clone() for t in kept]
+        params = [p for group in self._optimizer.param_groups for p in group["params"]]
+        randoms = RandomState(params[0].device)
+        gradients = {p: p.grad for p in params}
+
+        def put_back() -> None:
+            for tensor, value in zip(kept, values, strict=True):
+                tensor.copy_(value)
+            randoms.restore()
+            self._weights.restore_grad_dtypes()
+            for p, grad in gradients.items():
+                p.grad = grad
+
+        return put_back
+
+    def _drop(self, modules: list[nn.Module], why: str) -> None:
+        self._dropped |= dict.fromkeys(modules, why)
+        self.prepare()
+
+    def _drop_read(self, read: ReadsWeight) -> None:
+        """What reads one weight for its gradient may be tried again without that one. Where there
+        is none, or a second one is read, it may read all, and mustn't do by halves what it does."""
+        owners = self._weights.owners(read.weight)
+        if not read.differentiable or any(READ in why for why in self._dropped.values()):
+            owners = [module for module, _, _ in self._places]
+        self._drop(owners, str(read))
+
+    def _drop_failed(self, error: RuntimeError) -> bool:
+        """A module that was called where autocast is off needs its float32 weights."""
+        if "type" not in str(error):
+            return False
+        owners = {module for module, _, _ in self._places}
+        for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))):
+            module = frame.f_locals.get("self")
+            if not isinstance(module, nn.Module):
+                continue
+            # Its own weights, or those of modules below that it uses directly.
+            found = [m for m in module.modules() if m in owners]
+            if found:
+                self._drop(found, str(error).splitlines()[0])
+                return True
+        return False
+
+
+def _untrained(module: nn.Module) -> list[Tensor]:
+    tensors = (*module._parameters.values(), *module._buffers.values())
+    return [t for t in tensors if t is not None and not t.requires_grad]
