@@ -2,6 +2,8 @@
 # What happens between and inside of steps with precision=: changed weights, averages, other ways to
 # step, frozen weights, exceptions and gradients from before.
 
+import warnings
+
 import pytest
 import torch
 from autocasting import (
@@ -256,3 +258,25 @@ def test_the_programs_own_grad_dtype_comes_back(precision, device):
         assert t.ours[0].weight.grad_dtype is None
         assert t.ours[2].weight.grad_dtype == torch.float64
         assert t.ours[0].bias.grad_dtype == torch.float32
+
+
+@each_precision
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_step_hooks_find_gradients_of_the_weights_dtype(accumulate, precision, device):
+    model = mlp().to(device)
+    model, optimizer = tr.accelerate(model, torch.optim.SGD(model.parameters(), 0.1))
+    found = []
+
+    def hook(*_):
+        found.append({p.grad.dtype for p in model.parameters()})
+
+    optimizer.register_step_pre_hook(hook)
+    step = tr.TrainStep(
+        lambda x: squares(model, x), optimizer, precision=precision, accumulate=accumulate
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a hook keeps it from capture
+        for batch in batches(VECTOR, 4):
+            step(batch.to(device))
+    assert found == [{torch.float32}] * (4 // accumulate)
+    assert all(p.grad is None for p in model.parameters())

@@ -173,6 +173,8 @@ class Eager:
         elif prepared:
             self.optimizer._update(parts, 1, True)
         else:
+            if self.optimizer._has_step_hooks():
+                self.precision.gradients_are_used()  # hooks find them in the weights' dtype
             if self.step_replaced and parts is None:
                 self.optimizer.step()
             else:
