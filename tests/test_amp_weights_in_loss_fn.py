@@ -2,6 +2,8 @@
 # With precision=, what a loss_fn itself does with weights: it has the parameters, not the 16-bit
 # copies that Linear, Conv and attention read; or an error.
 
+import warnings
+
 import pytest
 import torch
 from autocasting import (
@@ -74,7 +76,7 @@ READERS = {
     "penalty of one": (mlp, lambda m, x: squares(m, x) + m[0].weight.abs().sum(), 1),
     "clamp": (mlp, written(clamp), 2),
     "copy": (mlp, written(copy_into), 2),
-    "data": (mlp, written(clamp_data), 1),
+    "data": (mlp, written(clamp_data), 2),
     "product": (mlp, multiplied, 1),
     "teacher": (Taught, squares, 4),
 }
@@ -90,6 +92,30 @@ def test_a_loss_function_that_reads_or_writes_weights_has_the_parameters(name, p
     t.check()
     left = t.step.explain().autocast
     assert len(left) == count and all("reads its weight" in why for why in left.values()), left
+
+
+@each_precision
+def test_one_more_forward_for_any_number_of_readers(precision, device):
+    """And only they keep autocast's way. Hooks of backward run once."""
+    model = nn.Sequential(*[nn.Linear(6, 6) for _ in range(6)]).to(device)
+    model, optimizer = tr.accelerate(model, torch.optim.SGD(model.parameters(), 0.1))
+    calls, gradients = [], []
+
+    def loss_fn(x):
+        calls.append(len(x))
+        y = model(x)
+        y.register_hook(lambda g: gradients.append(g.shape))
+        return y.float().pow(2).mean() + sum((model[i].bias + 1).sum() for i in (0, 2, 5))
+
+    step = tr.TrainStep(loss_fn, optimizer, precision=precision)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the hook keeps it from capture
+        for batch in batches(VECTOR, 3):
+            step(batch.to(device))
+    assert len(calls) == 4 and len(gradients) == 3
+    left = step.explain().autocast
+    assert left.keys() == {"model.0", "model.2", "model.5"}
+    assert all(why.endswith("reads its weight") for why in left.values()), left
 
 
 @each_precision

@@ -145,6 +145,7 @@ class Eager:
         def work() -> tuple[Tensor, object, object]:
             with self.precision.autocast(self.device):
                 returned = self.loss_fn(*batch)
+            self.precision.forward_is_done()
             loss, extras = loss_and_extras(returned)
             while between_them:  # once, if this is tried again
                 between_them.pop()()

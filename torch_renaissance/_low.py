@@ -87,31 +87,44 @@ _QUESTIONS = {
 _VALUES = {".data", ".T", ".mT", ".H", ".mH", ".real", ".imag"}  # of the attributes
 
 
-READ = "reads its weight"
-
-
 class ReadsWeight(Exception):
-    """Something besides Linear, Conv and attention wants the values of a weight."""
+    """Something besides Linear, Conv and attention wants the values of weights.
 
-    def __init__(self, weight: Tensor, function: str):
-        super().__init__(f"{function} {READ}")
-        self.weight, self.differentiable = weight, torch.is_grad_enabled()
+    Args:
+        reads: what reads which 16-bit copy; of none, where it could be all.
+    """
+
+    def __init__(self, what: str, reads: dict[Tensor, str]):
+        super().__init__(what)
+        self.reads = reads
 
 
 class _OnlyKernels(TorchFunctionMode):
-    """Raises ReadsWeight before anything else than `_KERNELS` reads one of `weights`."""
+    """Notes what else than `_KERNELS` reads one of `weights`, which a forward pass without it will
+    do again. What isn't for a gradient may be half of something that mustn't be done twice: raises
+    ReadsWeight before."""
 
     def __init__(self, weights: list[Tensor]):
         super().__init__()
         self._weights = {id(w) for w in weights}
+        self.reads: dict[Tensor, str] = {}
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if not _is_harmless(function):
             for value in pytree.tree_leaves((args, kwargs)):
                 if id(value) in self._weights:
-                    raise ReadsWeight(value, _name(function))
+                    what = f"{_name(function)} reads its weight"
+                    if not torch.is_grad_enabled() or _may_write(_name(function)):
+                        raise ReadsWeight(what, {})
+                    self.reads.setdefault(value, what)
         return function(*args, **kwargs)
+
+
+def _may_write(name: str) -> bool:
+    if name.startswith("__"):
+        return name.startswith("__i") or name == "__setitem__"
+    return name == ".data" or name.endswith("_")
 
 
 def _name(function) -> str:
@@ -136,7 +149,7 @@ class LowWeights:
             were compiled run eagerly.
 
     Raises:
-        ReadsWeight: within the block, if `thorough`.
+        ReadsWeight: within the block and by `forward_is_done`, if `thorough`.
         RuntimeError: at the end, where the block has written to a weight or to its copy.
     """
 
@@ -146,7 +159,7 @@ class LowWeights:
         self._dtypes: dict[Tensor, torch.dtype | None] = {}
         self._versions: dict[Tensor, tuple[int, int]] = {}
         self._stand_ins: dict[Tensor, Tensor] = {}
-        self._looking = ExitStack()
+        self._looking, self._only_kernels = ExitStack(), _OnlyKernels([])
 
     def __enter__(self) -> None:
         for module, name, p in self._places:
@@ -165,7 +178,8 @@ class LowWeights:
         if self._thorough:  # into what is compiled as well, which therefore runs as it was written
             if "torch._dynamo" in sys.modules:  # else nothing is, and importing it takes seconds
                 self._looking.enter_context(torch.compiler.set_stance("force_eager"))
-            self._looking.enter_context(_OnlyKernels(list(self._stand_ins.values())))
+            self._only_kernels = _OnlyKernels(list(self._stand_ins.values()))
+            self._looking.enter_context(self._only_kernels)
 
     def __exit__(self, kind: type | None, *_) -> None:
         self._looking.close()
@@ -180,6 +194,11 @@ class LowWeights:
                     f"shape {list(p.shape)}, in whose place it finds a 16-bit copy; change weights "
                     "between steps, or leave precision out"
                 )
+
+    def forward_is_done(self) -> None:
+        reads = self._only_kernels.reads
+        if reads:
+            raise ReadsWeight(next(iter(reads.values())), reads)
 
     def owners(self, weight: Tensor) -> list[nn.Module]:
         """The modules that find this copy in the place of a parameter."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from . import _watch, amp
-from ._low import READ, LowWeights, ReadsWeight, places_of_low, same_places
+from ._low import LowWeights, ReadsWeight, places_of_low, same_places
 from .graphs import RandomState
 
 T = TypeVar("T")
@@ -112,6 +112,10 @@ class Precision:
         self._proven = True
         return result
 
+    def forward_is_done(self) -> None:
+        """To be called by `work` before it begins with backward, whose hooks shall run once."""
+        self._weights.forward_is_done()
+
     def gradients_are_used(self) -> None:
         self._weights.restore_grad_dtypes()
 
@@ -149,12 +153,10 @@ class Precision:
         self.prepare()
 
     def _drop_read(self, read: ReadsWeight) -> None:
-        """What reads one weight for its gradient may be tried again without that one. Where there
-        is none, or a second one is read, it may read all, and mustn't do by halves what it does."""
-        owners = self._weights.owners(read.weight)
-        if not read.differentiable or any(READ in why for why in self._dropped.values()):
-            owners = [module for module, _, _ in self._places]
-        self._drop(owners, str(read))
+        for weight, what in read.reads.items():
+            self._drop(self._weights.owners(weight), what)
+        if not read.reads:
+            self._drop([module for module, _, _ in self._places], str(read))
 
     def _drop_failed(self, error: RuntimeError) -> bool:
         """A module that was called where autocast is off needs its float32 weights."""
