@@ -2,6 +2,7 @@
 # With precision=, what a loss_fn itself does with weights: it has the parameters, not the 16-bit
 # copies that Linear, Conv and attention read; or an error.
 
+import copy
 import warnings
 
 import pytest
@@ -70,6 +71,10 @@ def multiplied(model, x):
     return wide(x @ model[0].weight.t().to(x.dtype)).pow(2).mean() + squares(model, x)
 
 
+def cast(model, x):
+    return squares(model, x) + model[0].weight.type(torch.float64).pow(2).sum()
+
+
 # Each with how many modules then read their own weights.
 READERS = {
     "penalty": (mlp, penalized, 2),
@@ -77,6 +82,7 @@ READERS = {
     "clamp": (mlp, written(clamp), 2),
     "copy": (mlp, written(copy_into), 2),
     "data": (mlp, written(clamp_data), 2),
+    "cast": (mlp, cast, 1),
     "product": (mlp, multiplied, 1),
     "teacher": (Taught, squares, 4),
 }
@@ -92,6 +98,23 @@ def test_a_loss_function_that_reads_or_writes_weights_has_the_parameters(name, p
     t.check()
     left = t.step.explain().autocast
     assert len(left) == count and all("reads its weight" in why for why in left.values()), left
+
+
+@each_precision
+def test_what_fails_with_a_copy_is_tried_with_the_parameter(precision, device):
+    """Only leaves can be copied, which the 16-bit copies aren't."""
+    model = mlp().to(device)
+    model, optimizer = tr.accelerate(model, torch.optim.SGD(model.parameters(), 0.1))
+    step = tr.TrainStep(
+        lambda x: squares(model, x) + squares(copy.deepcopy(model), x).detach(),
+        optimizer,
+        precision=precision,
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # whether a copy can be captured isn't asked here
+        losses = [step(batch.to(device)) for batch in batches(VECTOR, 6)]
+    assert torch.stack(losses).isfinite().all()
+    assert step.explain().autocast.keys() == {"model.0", "model.2"}
 
 
 @each_precision

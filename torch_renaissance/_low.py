@@ -72,18 +72,9 @@ _KERNELS = {
     *(torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d),
     torch.nn.functional.multi_head_attention_forward,
 }
-_QUESTIONS = {
-    *("dim", "ndimension", "size", "stride", "numel", "nelement", "element_size", "storage_offset"),
-    *(
-        "is_contiguous",
-        "is_floating_point",
-        "is_complex",
-        "is_same_size",
-        "is_pinned",
-        "get_device",
-    ),
-    *("__len__", "__hash__", "type"),
-}
+_QUESTIONS = {"dim", "ndimension", "size", "stride", "numel", "nelement", "element_size"}
+_QUESTIONS |= {"storage_offset", "is_contiguous", "is_floating_point", "is_complex", "get_device"}
+_QUESTIONS |= {"is_same_size", "is_pinned", "__len__", "__hash__"}
 _VALUES = {".data", ".T", ".mT", ".H", ".mH", ".real", ".imag"}  # of the attributes
 
 
@@ -195,10 +186,14 @@ class LowWeights:
                     "between steps, or leave precision out"
                 )
 
+    @property
+    def reads(self) -> dict[Tensor, str]:
+        """What has read which copy so far."""
+        return self._only_kernels.reads
+
     def forward_is_done(self) -> None:
-        reads = self._only_kernels.reads
-        if reads:
-            raise ReadsWeight(next(iter(reads.values())), reads)
+        if self.reads:
+            raise ReadsWeight(next(iter(self.reads.values())), self.reads)
 
     def owners(self, weight: Tensor) -> list[nn.Module]:
         """The modules that find this copy in the place of a parameter."""

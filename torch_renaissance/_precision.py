@@ -100,13 +100,20 @@ class Precision:
                     result = work()
                 break
             except ReadsWeight as read:
-                self._drop_read(read)
+                if read.reads:
+                    self._drop_readers(read.reads)
+                else:
+                    self._drop([module for module, _, _ in self._places], str(read))
             except torch.OutOfMemoryError:  # perhaps since nothing ran compiled
                 if before is None or not look:
                     raise
                 look = False
             except RuntimeError as error:
-                if before is None or not self._drop_failed(error):
+                if before is None:
+                    raise
+                if self._weights.reads:  # perhaps it has failed since they are in 16 bits
+                    self._drop_readers(self._weights.reads)
+                elif not self._drop_failed(error):
                     raise
             before()
         self._proven = True
@@ -152,11 +159,9 @@ class Precision:
         self._dropped |= dict.fromkeys(modules, why)
         self.prepare()
 
-    def _drop_read(self, read: ReadsWeight) -> None:
-        for weight, what in read.reads.items():
+    def _drop_readers(self, reads: dict[Tensor, str]) -> None:
+        for weight, what in reads.items():
             self._drop(self._weights.owners(weight), what)
-        if not read.reads:
-            self._drop([module for module, _, _ in self._places], str(read))
 
     def _drop_failed(self, error: RuntimeError) -> bool:
         """A module that was called where autocast is off needs its float32 weights."""
