@@ -20,6 +20,7 @@ from autocasting import (
 )
 from testing import DEVICES, equal
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import torch_renaissance as tr
 from torch_renaissance import _low
@@ -115,6 +116,45 @@ def test_what_fails_with_a_copy_is_tried_with_the_parameter(precision, device):
         losses = [step(batch.to(device)) for batch in batches(VECTOR, 6)]
     assert torch.stack(losses).isfinite().all()
     assert step.explain().autocast.keys() == {"model.0", "model.2"}
+
+
+@each_precision
+def test_what_loss_fn_keeps_is_changed_once_a_step(precision, device):
+    """Though the first step begins again when it comes to the weight."""
+    model, kept = mlp().to(device), torch.zeros(4, device=device)
+    model, optimizer = tr.accelerate(model, torch.optim.SGD(model.parameters(), 0.1))
+
+    def loss_fn(x):
+        with torch.no_grad():
+            kept.mul_(0.5).add_(1.0)
+            size = model[0].weight.abs().mean()
+        return squares(model, x) * kept.mean() * size
+
+    step, expected = tr.TrainStep(loss_fn, optimizer, precision=precision), 0.0
+    for batch in batches(VECTOR, 7):
+        step(batch.to(device))
+        expected = 0.5 * expected + 1.0
+        assert kept.tolist() == [expected] * 4
+    assert step.explain().autocast.keys() == {"model.0", "model.2"}
+
+
+@each_precision
+def test_frozen_weights_are_not_copied(precision, device):
+    """They may be most of a model: the first step takes no memory for what it doesn't change."""
+    model = nn.Sequential(nn.Linear(6, 6).requires_grad_(False), mlp()).to(device)
+    model, optimizer = tr.accelerate(model, torch.optim.SGD(model.parameters(), 0.1))
+    frozen, copies = model[0].weight.data_ptr(), []
+
+    class Copies(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            if function is torch.ops.aten.clone.default:
+                copies.append(args[0].data_ptr())
+            return function(*args, **(kwargs or {}))
+
+    step = tr.TrainStep(lambda x: squares(model, x), optimizer, precision=precision)
+    with Copies():
+        step(batches(VECTOR, 1)[0].to(device))
+    assert copies and frozen not in copies
 
 
 @each_precision

@@ -93,15 +93,25 @@ class ReadsWeight(Exception):
 class _OnlyKernels(TorchFunctionMode):
     """Notes what else than `_KERNELS` reads one of `weights`, which a forward pass without it will
     do again. What isn't for a gradient may be half of something that mustn't be done twice: raises
-    ReadsWeight before."""
+    ReadsWeight before.
+
+    Attributes:
+        reads: what has read which weight.
+        written: tensors that aren't trained and were written to, with their values before.
+    """
 
     def __init__(self, weights: list[Tensor]):
         super().__init__()
         self._weights = {id(w) for w in weights}
         self.reads: dict[Tensor, str] = {}
+        self.written: dict[Tensor, Tensor] = {}
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        if _may_write(_name(function)):
+            for target in pytree.tree_leaves(args[:1]):
+                if isinstance(target, Tensor) and not target.requires_grad:
+                    self.written.setdefault(target, target.clone())
         if not _is_harmless(function):
             for value in pytree.tree_leaves((args, kwargs)):
                 if id(value) in self._weights:
@@ -185,6 +195,12 @@ class LowWeights:
                     f"shape {list(p.shape)}, in whose place it finds a 16-bit copy; change weights "
                     "between steps, or leave precision out"
                 )
+
+    def put_back(self) -> None:
+        """What `loss_fn` has written to, if this was thorough: a teacher's weights, say."""
+        with torch.no_grad():
+            for tensor, value in self._only_kernels.written.items():
+                tensor.copy_(value)
 
     @property
     def reads(self) -> dict[Tensor, str]:

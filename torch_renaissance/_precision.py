@@ -138,16 +138,16 @@ class Precision:
         """Where the 16-bit weights are untried: puts back what a forward changes that failed."""
         if not self.name or self._proven:
             return None
-        # Also weights that aren't trained: those of a teacher follow the model.
-        kept = [t for m in _watch.all_modules(self._roots()) for t in _untrained(m)]
-        values = [t.clone() for t in kept]
+        buffers = [b for m in _watch.all_modules(self._roots()) for b in m.buffers(recurse=False)]
+        values = [b.clone() for b in buffers]
         params = [p for group in self._optimizer.param_groups for p in group["params"]]
         randoms = RandomState(params[0].device)
         gradients = {p: p.grad for p in params}
 
         def put_back() -> None:
-            for tensor, value in zip(kept, values, strict=True):
-                tensor.copy_(value)
+            self._weights.put_back()
+            for buffer, value in zip(buffers, values, strict=True):
+                buffer.copy_(value)
             randoms.restore()
             self._weights.restore_grad_dtypes()
             for p, grad in gradients.items():
@@ -178,8 +178,3 @@ class Precision:
                 self._drop(found, str(error).splitlines()[0])
                 return True
         return False
-
-
-def _untrained(module: nn.Module) -> list[Tensor]:
-    tensors = (*module._parameters.values(), *module._buffers.values())
-    return [t for t in tensors if t is not None and not t.requires_grad]
