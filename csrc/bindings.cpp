@@ -17,6 +17,7 @@ void bind_watch(py::module_& m);  // watch.cpp
 
 PYBIND11_MODULE(_C, m) {
   using namespace torch_renaissance;
+  find_tensor_offset();
   m.def("build_info", [] {
     pybind11::dict info;
     info["torch"] = TR_TORCH_VERSION;

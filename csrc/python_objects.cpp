@@ -1,21 +1,48 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// What other files need of the header of Python's tensors.
+// Python's tensors, as torch/csrc/autograd/python_variable.h declares them: it includes half of
+// torch, which takes five seconds to compile.
 #include "python_objects.h"
 
-#include <torch/csrc/autograd/python_variable.h>
+#include <ATen/ops/empty.h>
+#include <c10/macros/Export.h>
+
+#include <cstring>
+#include <stdexcept>
+
+extern C10_IMPORT PyObject* THPVariableClass;  // torch.Tensor
+C10_IMPORT PyObject* THPVariable_Wrap(const at::TensorBase& tensor);
 
 namespace torch_renaissance {
 
-const std::ptrdiff_t kTensorOffset = [] {
-  alignas(THPVariable) static char none[sizeof(THPVariable)] = {};
-  const at::Tensor& inside = THPVariable_Unpack(reinterpret_cast<THPVariable*>(none));
-  return reinterpret_cast<const char*>(&inside) - none;
-}();
+std::ptrdiff_t tensor_offset = 0;
 
-bool is_tensor(PyObject* object) { return THPVariable_Check(object); }
+// A Python tensor holds its at::Tensor, which is a pointer, by value. Where, one of them tells.
+void find_tensor_offset() {
+  const at::Tensor tensor = at::empty({0});
+  const py::object object = wrap(tensor);
+  const c10::TensorImpl* const wanted = tensor.unsafeGetTensorImpl();
+  const auto size = Py_TYPE(object.ptr())->tp_basicsize;
+  const std::ptrdiff_t step = alignof(at::Tensor), first = sizeof(PyObject);
+  for (auto at = first; at + static_cast<Py_ssize_t>(sizeof(at::Tensor)) <= size; at += step) {
+    const c10::TensorImpl* found = nullptr;
+    std::memcpy(&found, reinterpret_cast<const char*>(object.ptr()) + at, sizeof found);
+    if (found != wanted) continue;
+    tensor_offset = at;
+    return;
+  }
+  throw std::runtime_error("a Python tensor of this torch doesn't hold its at::Tensor by value");
+}
+
+bool is_tensor(PyObject* object) {
+  const int is = PyObject_IsInstance(object, THPVariableClass);
+  if (is < 0) throw py::error_already_set();
+  return is != 0;
+}
 
 py::object wrap(const at::Tensor& tensor) {
-  return py::reinterpret_steal<py::object>(THPVariable_Wrap(tensor));
+  PyObject* const object = THPVariable_Wrap(tensor);
+  if (object == nullptr) throw py::error_already_set();
+  return py::reinterpret_steal<py::object>(object);
 }
 
 // By its type alone: isinstance() asks the object, which may run anything.

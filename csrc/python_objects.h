@@ -15,15 +15,14 @@ namespace py = pybind11;
 
 inline PyObject* name(const char* text) { return PyUnicode_InternFromString(text); }
 
-// In python_objects.cpp, as torch's header for them takes longer to compile than all that is
-// included here.
-extern const std::ptrdiff_t kTensorOffset;  // of the at::Tensor in a Python tensor
-bool is_tensor(PyObject* object);           // as isinstance()
+extern std::ptrdiff_t tensor_offset;  // of the at::Tensor in a Python tensor
+void find_tensor_offset();            // at import, before anything is unpacked
+bool is_tensor(PyObject* object);     // as isinstance()
 py::object wrap(const at::Tensor& tensor);
 
 inline const at::Tensor& unpack(PyObject* tensor) {
   return *reinterpret_cast<const at::Tensor*>(reinterpret_cast<const char*>(tensor) +
-                                              kTensorOffset);
+                                              tensor_offset);
 }
 
 inline const void* data_of(PyObject* tensor) {

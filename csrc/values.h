@@ -16,8 +16,7 @@
 namespace torch_renaissance {
 namespace py = pybind11;
 
-// The tensor that an object is, or null. In python_objects.cpp, as torch's header for it takes
-// longer to compile than all that is included here.
+// The tensor that an object is, or null. In python_objects.cpp.
 const c10::TensorImpl* tensor_in(PyObject* o);
 
 // Values that are what they say: another object that says the same will do.
