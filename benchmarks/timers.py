@@ -12,7 +12,7 @@ import torch
 from torch_renaissance.ab.measure import no_garbage_collection, wall_time
 
 LEAST_ROUNDS = 3
-LONGEST = 6.0  # seconds after which a set of variants gets no further round
+LONGEST = 6.0  # seconds; a set of variants gets no further round after them
 
 
 @dataclass(frozen=True)
@@ -54,14 +54,18 @@ def summary(seconds: list[float]) -> dict:
 
 
 def interleave(
-    variants: Iterable[str], rounds: int, measure: Callable[[str], float]
+    variants: Iterable[str],
+    rounds: int,
+    measure: Callable[[str], float],
+    longest: float = LONGEST,
 ) -> dict[str, dict]:
-    """A B C A B C …: a slow moment of the machine meets every variant alike."""
+    """A B C A B C …: a slow moment of the machine meets every variant alike. After `longest`
+    seconds no further round begins."""
     samples: dict[str, list[float]] = {name: [] for name in variants}
     start = time.perf_counter()
     with no_garbage_collection():
         for done in range(rounds):
-            if done >= LEAST_ROUNDS and time.perf_counter() - start > LONGEST:
+            if done >= LEAST_ROUNDS and time.perf_counter() - start > longest:
                 break
             for name, taken in samples.items():
                 taken.append(measure(name))
@@ -80,7 +84,11 @@ def event_time(run: Callable[[], object], repeats: int) -> float:
 
 
 def time_b2b(
-    steps: dict[str, Timed], device: torch.device, rounds: int, budget: float
+    steps: dict[str, Timed],
+    device: torch.device,
+    rounds: int,
+    budget: float,
+    longest: float = LONGEST,
 ) -> dict[str, dict]:
     """Back to back: many steps, one synchronize; about `budget` seconds a variant and round."""
     runs = {name: step.run for name, step in steps.items() if step.prepare is None}
@@ -88,7 +96,9 @@ def time_b2b(
     repeats = {}
     for name, run in runs.items():
         repeats[name] = max(least, min(1000, int(budget / wall_time(run, trial, device))))
-    return interleave(runs, rounds, lambda name: wall_time(runs[name], repeats[name], device))
+    return interleave(
+        runs, rounds, lambda name: wall_time(runs[name], repeats[name], device), longest
+    )
 
 
 def time_single(
