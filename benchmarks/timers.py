@@ -135,16 +135,13 @@ def time_single(
 
 
 def capture(step: Timed, warmup: int = 3) -> torch.cuda.CUDAGraph:
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(warmup):
-            if step.prepare is not None:
-                step.prepare()
-            step.run()
+    """Warmed up on the current stream: kernels on others make every graph slower."""
+    for _ in range(warmup):
         if step.prepare is not None:
             step.prepare()
-    torch.cuda.current_stream().wait_stream(stream)
+        step.run()
+    if step.prepare is not None:
+        step.prepare()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):

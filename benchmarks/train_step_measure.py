@@ -18,6 +18,7 @@ from train_step_variants import TOLERANCE, VARIANTS, WARMUP, Setting, Variant
 
 FIRST = 10  # steps whose losses are compared before anything is timed
 LAST = 3  # of those, the ones that are taken as steady
+HOST_SAMPLES = 3  # in each round
 LONGEST_TURN = 2000  # steps of one variant in one round
 ROUNDS, QUICK_ROUNDS = 60, 5  # a host's moods last a second: many turns, a second apart
 
@@ -98,7 +99,7 @@ def time_rounds(
             repeats[name] = max(1, min(LONGEST_TURN, int(turn / trial)))
         walls[name].append(timers.wall_time(run, repeats[name], device))
         if device.type == "cuda":
-            hosts[name].append(host_time(run, device))
+            hosts[name] += [host_time(run, device) for _ in range(HOST_SAMPLES)]
 
     with timers.no_garbage_collection():
         for _, (name, run) in itertools.product(range(rounds), runs.items()):
