@@ -98,7 +98,7 @@ def measure_augment(name: str, device: torch.device, quick: bool) -> dict:
     calls = {"ours": ours} | stock.on_device(recipe, device)
     steps = {n: timers.Timed(lambda call=call: call(next(turns))) for n, call in calls.items()}
     # A host's moods last a second: many turns, and time enough for many moods.
-    rounds, budget, longest = (3, 0.02, timers.LONGEST) if quick else (60, 0.1, 40.0)
+    rounds, budget, longest = (3, 0.02, timers.LONGEST) if quick else (150, 0.1, 40.0)
     taken = {"images": batch, "bytes": moved, "buffers": count, "check": check(recipe, first)}
     taken["us"] = {"b2b": timers.time_b2b(steps, device, rounds, budget, longest)}
     if device.type == "cuda":
