@@ -135,7 +135,7 @@ def time_single(
 
 
 def capture(step: Timed, warmup: int = 3) -> torch.cuda.CUDAGraph:
-    """Warmed up on the current stream: kernels on others make every graph slower."""
+    """Warmed up on the current stream: kernels on many others make every graph slower."""
     for _ in range(warmup):
         if step.prepare is not None:
             step.prepare()

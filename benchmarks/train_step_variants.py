@@ -99,7 +99,7 @@ class HandGraph:
     the learning rate are baked in, which no variant here changes.
 
     Warmed up on the current stream: with kernels on more streams of a process, graphs of many
-    short kernels take longer, its own (a fifth on an H200) and those that are timed beside it.
+    short kernels may take longer, its own (a fifth on an H200) and those timed beside it.
     """
 
     def __init__(self, setting: Setting) -> None:
