@@ -3,6 +3,7 @@
 # that the user edits in place, replaces or deletes.
 
 import copy
+import io
 
 import pytest
 import torch
@@ -36,6 +37,13 @@ def go(model, optimizer, steps, loss=square):
         optimizer.zero_grad()
         loss(model).backward()
         optimizer.step()
+
+
+def through_a_file(objects):
+    file = io.BytesIO()
+    torch.save(objects, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
 
 
 @each_usual
@@ -119,6 +127,26 @@ def test_format_is_torchs(usual, flags, device, gradients):
     both(a, oa, b, ob, lambda m: m(x_of(device, dtype), "ab"), steps=2)
     same(a, b)
     same_state(oa, ob)
+
+
+@each_usual
+@pytest.mark.parametrize("travel", [copy.deepcopy, through_a_file], ids=lambda f: f.__name__)
+def test_what_travels_after_a_load_has_no_more_than_was_loaded(usual, travel, device, gradients):
+    """Of a state that was saved when only a part of the model had taken a step, or none."""
+    a, oa, b, ob = usual_pair(Two, usual, device, gradients=gradients)
+    saved = [(oa.state_dict(), ob.state_dict())]
+    both(a, oa, b, ob, lambda m: m(x_of(device), "a"), steps=2)
+    saved += [copy.deepcopy((oa.state_dict(), ob.state_dict()))]
+    both(a, oa, b, ob, lambda m: m(x_of(device), "ab"), steps=2)
+    for native, ours in reversed(saved):
+        oa.load_state_dict(native)
+        ob.load_state_dict(ours)
+        (a, oa), (b, ob) = travel((a, oa)), travel((b, ob))
+        same_state(oa, ob)
+        assert len(oa.state) == len(ob.state)
+        both(a, oa, b, ob, lambda m: m(x_of(device), "a"), steps=1)
+        same(a, b)
+        same_state(oa, ob)
 
 
 @each_usual

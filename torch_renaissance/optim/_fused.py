@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,7 @@ from torch.optim import optimizer as _torch
 
 from .._ops import _C
 from ..amp import LossScale
-from ..regions import Kind, Regions, classify
+from ..regions import Kind, Regions, Slot, classify
 from . import _native
 from ._judge import is_fresh, step_is_hosted
 from ._plan import Plan
@@ -142,7 +142,7 @@ class Fused:
             self.state = live
 
     def __getstate__(self) -> dict:
-        state = super().__getstate__()
+        state = {**super().__getstate__(), "state": self._begun_state()}
         plan = vars(self).get("_plan")
         options = plan.options if plan else vars(self).get("_options", Options())
         options.learn({p for group in self.param_groups for p in group["params"]})
@@ -305,28 +305,40 @@ class Fused:
                     f"to torch's own form ({why}); do that part by hand for this model"
                 )
 
-    def _portable_state(self) -> defaultdict:
+    def _slots_with_state(self) -> Iterator[tuple[Slot, dict, Tensor]]:
+        """With the entry in `state` and the count on the CPU, which is copied once a block."""
         plan = vars(self).get("_plan")
-        result = defaultdict(dict, self.state)
-        if plan is None:
-            return result
         steps: dict[int, Tensor] = {}
-        for p, slot in plan.slots.items():
+        for p, slot in plan.slots.items() if plan else ():
             entry = self.state.get(p)
             if slot.block is None or not entry:
                 continue
             if id(slot.block) not in steps:
                 steps[id(slot.block)] = slot.block.steps.cpu()
-            step = steps[id(slot.block)][slot.index]
+            yield slot, entry, steps[id(slot.block)][slot.index]
+
+    def _begun_state(self) -> defaultdict:
+        """`state`, or a copy of it without the entries that torch would only make in a step."""
+        fresh = {
+            slot.param
+            for slot, entry, step in self._slots_with_state()
+            if is_fresh(entry, self._rule.planes, step)
+        }
+        if not fresh:
+            return self.state
+        return defaultdict(dict, {p: entry for p, entry in self.state.items() if p not in fresh})
+
+    def _portable_state(self) -> defaultdict:
+        result = defaultdict(dict, self._begun_state())
+        for slot, entry, step in self._slots_with_state():
+            if slot.param not in result or "step" not in entry:
+                continue
             group = self.param_groups[slot.group]
-            if is_fresh(entry, self._rule.planes, step):
-                del result[p]
-            elif "step" in entry:
-                dtype = _torch._get_scalar_dtype(group.get("fused"))
-                if step_is_hosted(group) and slot.block.device.type != "cpu":
-                    result[p] = {**entry, "step": step.to(dtype, copy=True)}
-                elif entry["step"].dtype != dtype:
-                    result[p] = {**entry, "step": entry["step"].to(dtype)}
+            dtype = _torch._get_scalar_dtype(group.get("fused"))
+            if step_is_hosted(group) and slot.block.device.type != "cpu":
+                result[slot.param] = {**entry, "step": step.to(dtype, copy=True)}
+            elif entry["step"].dtype != dtype:
+                result[slot.param] = {**entry, "step": entry["step"].to(dtype)}
         return result
 
 
