@@ -7,7 +7,7 @@ import re
 
 import pytest
 import torch
-from test_prefetch import Closing, assert_same, batches_of, failing
+from fetching import Closing, assert_same, batches_of, failing
 from testing import DEVICES
 from torch.utils.data import DataLoader, TensorDataset
 

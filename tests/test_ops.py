@@ -143,7 +143,7 @@ SAMPLES = [
 SAMPLE_OF = {s.op: s for s in SAMPLES if str(s) in ("adam_plain", "sgd_momentum", "pack_")}
 
 
-# In tests/test_init.py, test_loss_graphs_compilers.py, test_augment_draw_batch.py, test_order.py.
+# In test_init_op.py, test_loss_graphs_compilers.py, test_augment_draw_batch.py and test_order.py.
 OPCHECKED_ELSEWHERE = {"fill_random_", "set_debug"}
 OPCHECKED_ELSEWHERE |= {"cross_entropy", "cross_entropy_forward", "cross_entropy_backward"}
 OPCHECKED_ELSEWHERE |= {"augment", "augment_parameters", "draw_batch", "draw_batch_"}
