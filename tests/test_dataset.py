@@ -98,8 +98,8 @@ def test_numpy_arrays_that_torch_cannot_share():
         (LABELS, torch.int64),
         (LABELS.to(torch.uint8), torch.uint8),
         ([0, 1, 2, 1, 0], torch.int64),
-        (torch.rand(5), torch.float32),
-        (torch.rand(5, 3).half(), torch.float16),  # soft targets
+        (torch.linspace(0, 1, 5), torch.float32),
+        (torch.eye(5, 3).half(), torch.float16),  # soft targets
         (numpy.zeros((5, 2, 2), numpy.int32), torch.int32),
         (torch.full((5,), -100), torch.int64),  # what a loss may ignore
     ],
