@@ -141,6 +141,7 @@ def test_what_travels_after_a_load_has_no_more_than_was_loaded(usual, travel, de
     for native, ours in reversed(saved):
         oa.load_state_dict(native)
         ob.load_state_dict(ours)
+        assert len(oa.state) == len(ob.state)
         (a, oa), (b, ob) = travel((a, oa)), travel((b, ob))
         same_state(oa, ob)
         assert len(oa.state) == len(ob.state)

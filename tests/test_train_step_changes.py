@@ -130,6 +130,11 @@ CHANGES = {
     "half and back": (BOTH, there_and_back, False),
     "values in place": (BOTH, change_in_place, True),
     "state cleared": (BOTH, lambda m, o: o.state.clear(), None),
+    "state of before the first step loaded": (
+        BOTH,
+        lambda m, o: o.load_state_dict({**o.state_dict(), "state": {}}),
+        None,
+    ),
     "lr as a 0-dim tensor": ([NESTEROV], set_group(lr=torch.tensor(0.02), foreach=False), True),
 }
 

@@ -159,7 +159,7 @@ class Fused:
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)
         if "_plan" in vars(self):  # a load_state_dict: the values go into our memory
-            self._plan.sync(self)
+            self._plan.sync(self, making=False)
 
     def _regions(self) -> Regions:
         plan = self._current_plan()

@@ -52,15 +52,17 @@ class Plan(PlanState):
 
     # -- what the outside asks for ---------------------------------------------------------------
 
-    def sync(self, optimizer: torch.optim.Optimizer) -> None:
-        """Adopts new parameters, moved ones and foreign state; makes state for new gradients."""
+    def sync(self, optimizer: torch.optim.Optimizer, making: bool = True) -> None:
+        """Adopts new parameters, moved ones and foreign state; `making`: and makes state for
+        parameters that have got a gradient."""
         _check_groups(optimizer)
         self._pending.clear()
         # Memory made in inference mode couldn't be trained afterwards.
         with torch.inference_mode(False), torch.no_grad():
             moves = self._place(optimizer)
             self._keep_state(optimizer)
-            self._make_state(optimizer)
+            if making:
+                self._make_state(optimizer)
             self._add_extra_planes()
             # Until here only our own memory was written, so a failure has changed nothing.
             for p, weight in moves:
