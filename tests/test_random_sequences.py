@@ -16,7 +16,7 @@ import torch_renaissance as tr
 
 
 class Several(nn.Module):
-    """Parts that a loss uses or not; tied, transposed, channels_last, 0-dim and empty parameters."""
+    """Parts that a loss uses or not; tied, transposed, channels_last, 0-dim, empty parameters."""
 
     def __init__(self):
         super().__init__()
