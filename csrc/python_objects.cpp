@@ -23,11 +23,12 @@ void find_tensor_offset() {
   const c10::TensorImpl* const wanted = tensor.unsafeGetTensorImpl();
   const auto size = Py_TYPE(object.ptr())->tp_basicsize;
   const std::ptrdiff_t step = alignof(at::Tensor), first = sizeof(PyObject);
-  for (auto at = first; at + static_cast<Py_ssize_t>(sizeof(at::Tensor)) <= size; at += step) {
+  const std::ptrdiff_t last = size - static_cast<std::ptrdiff_t>(sizeof(at::Tensor));
+  for (std::ptrdiff_t offset = first; offset <= last; offset += step) {
     const c10::TensorImpl* found = nullptr;
-    std::memcpy(&found, reinterpret_cast<const char*>(object.ptr()) + at, sizeof found);
+    std::memcpy(&found, reinterpret_cast<const char*>(object.ptr()) + offset, sizeof found);
     if (found != wanted) continue;
-    tensor_offset = at;
+    tensor_offset = offset;
     return;
   }
   throw std::runtime_error("a Python tensor of this torch doesn't hold its at::Tensor by value");

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -142,7 +142,8 @@ class Fused:
             self.state = live
 
     def __getstate__(self) -> dict:
-        state = {**super().__getstate__(), "state": self._begun_state()}
+        begun = self._begun_state(self._slots_with_state())
+        state = {**super().__getstate__(), "state": begun}
         plan = vars(self).get("_plan")
         options = plan.options if plan else vars(self).get("_options", Options())
         options.learn({p for group in self.param_groups for p in group["params"]})
@@ -158,7 +159,8 @@ class Fused:
 
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)
-        if "_plan" in vars(self):  # a load_state_dict: the values go into our memory
+        # A load_state_dict: the values go into our memory. What it lacks the next step makes.
+        if "_plan" in vars(self):
             self._plan.sync(self, making=False)
 
     def _regions(self) -> Regions:
@@ -305,32 +307,32 @@ class Fused:
                     f"to torch's own form ({why}); do that part by hand for this model"
                 )
 
-    def _slots_with_state(self) -> Iterator[tuple[Slot, dict, Tensor]]:
+    def _slots_with_state(self) -> list[tuple[Slot, dict, Tensor]]:
         """With the entry in `state` and the count on the CPU, which is copied once a block."""
         plan = vars(self).get("_plan")
         steps: dict[int, Tensor] = {}
+        found = []
         for p, slot in plan.slots.items() if plan else ():
             entry = self.state.get(p)
             if slot.block is None or not entry:
                 continue
             if id(slot.block) not in steps:
                 steps[id(slot.block)] = slot.block.steps.cpu()
-            yield slot, entry, steps[id(slot.block)][slot.index]
+            found.append((slot, entry, steps[id(slot.block)][slot.index]))
+        return found
 
-    def _begun_state(self) -> defaultdict:
+    def _begun_state(self, slots: list[tuple[Slot, dict, Tensor]]) -> defaultdict:
         """`state`, or a copy of it without the entries that torch would only make in a step."""
-        fresh = {
-            slot.param
-            for slot, entry, step in self._slots_with_state()
-            if is_fresh(entry, self._rule.planes, step)
-        }
+        planes = self._rule.planes
+        fresh = {slot.param for slot, entry, step in slots if is_fresh(entry, planes, step)}
         if not fresh:
             return self.state
         return defaultdict(dict, {p: entry for p, entry in self.state.items() if p not in fresh})
 
     def _portable_state(self) -> defaultdict:
-        result = defaultdict(dict, self._begun_state())
-        for slot, entry, step in self._slots_with_state():
+        slots = self._slots_with_state()
+        result = defaultdict(dict, self._begun_state(slots))
+        for slot, entry, step in slots:
             if slot.param not in result or "step" not in entry:
                 continue
             group = self.param_groups[slot.group]
