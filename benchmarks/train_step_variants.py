@@ -139,11 +139,9 @@ def hand_graph(setting: Setting) -> Variant:
 # --- ours -----------------------------------------------------------------------------------------
 
 
-def train_step(setting: Setting, our_loss: bool = False, **options) -> Variant:
+def train_step(setting: Setting, **options) -> Variant:
     """Captured or an error; with `options` of TrainStep's own."""
     criterion = setting.case.criterion
-    if our_loss:
-        criterion = tr.CrossEntropyLoss(label_smoothing=criterion.label_smoothing)
     model = setting.model()
     model, optimizer = tr.accelerate(model, setting.case.make_optimizer(model))
     step = tr.TrainStep(
@@ -175,10 +173,9 @@ VARIANTS: dict[str, Callable[[Setting], Variant]] = {
     "compile max-autotune": lambda setting: compiled(setting, "max-autotune"),
     "hand graph": hand_graph,
     "TrainStep": train_step,
-    "TrainStep tr.loss": lambda setting: train_step(setting, our_loss=True),
     "TrainStep compile": lambda setting: train_step(setting, compile=True),
 }
-OURS = ("TrainStep", "TrainStep tr.loss", "TrainStep compile")
+OURS = ("TrainStep", "TrainStep compile")
 COMPILED = ("compile", "compile max-autotune", "TrainStep compile")
 AUTOTUNED_CASES = ("mlp", "resnet18_cifar")  # elsewhere autotuning takes longer than all the rest
 
@@ -186,6 +183,5 @@ AUTOTUNED_CASES = ("mlp", "resnet18_cifar")  # elsewhere autotuning takes longer
 def names_for(case: str, device: torch.device, quick: bool) -> list[str]:
     """The variants of a case unless --variants names them; what compiles long is left out."""
     skipped = set() if case in AUTOTUNED_CASES and not quick else {"compile max-autotune"}
-    skipped |= set() if case == "mlp" else {"TrainStep tr.loss"}  # elsewhere the loss is little
     skipped |= set(COMPILED) if device.type == "cpu" or (quick and case != "mlp") else set()
     return [name for name in VARIANTS if name not in skipped]

@@ -186,6 +186,7 @@ ForwardResult forward(const at::Tensor& input,
       at::empty(none ? target.sizes() : at::IntArrayRef(), input.options().dtype(loss_dtype));
   at::Tensor saved = at::empty({c.n_rows + 1, 2}, input.options().dtype(T));
   c.wide_loss = loss_dtype == T;
+  c.asserts_labels = AssertLabels::count != 0;
   c.loss = loss.data_ptr();
   c.saved = saved.data_ptr();
   cross_entropy_of(input).forward(c, input);

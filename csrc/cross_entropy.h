@@ -25,6 +25,8 @@ struct LogitStrides {
 struct CrossEntropy {
   ScalarType dtype;  // of the logits and their gradient
   bool wide_loss;    // the loss and its gradient are T, not of the logits' dtype
+  bool
+      asserts_labels;  // a label out of bounds is an assertion that fails, not a NaN; on a GPU only
   Reduction reduction;
   int64_t n_rows, n_positions, n_classes;  // N * d1 * ..., d1 * ..., C
   const void* input;

@@ -8,6 +8,7 @@
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
+#include <atomic>
 #include <limits>
 
 #include "autocast.h"
@@ -215,7 +216,63 @@ at::Tensor cross_entropy(const at::Tensor& input,
                                        autocast ? T : input.scalar_type()));
 }
 
+// -- Autocast's own
+// --------------------------------------------------------------------------------
+
+// Within the steps that say so, autocast's rule for torch's cross entropy on a GPU is: in one
+// kernel, in fp32. Not by thread, since what is checkpointed is computed again in one of
+// autograd's.
+std::atomic<int64_t> steps_under_autocast{0};
+
+void count_autocast_steps(int64_t change) { steps_under_autocast += change; }
+
+#ifdef TR_WITH_CUDA
+using TorchCrossEntropy = at::Tensor(const at::Tensor& input,
+                                     const at::Tensor& target,
+                                     const OptionalTensor& weight,
+                                     int64_t reduction,
+                                     c10::SymInt ignore_index,
+                                     double label_smoothing);
+
+auto torchs_op() {
+  return c10::Dispatcher::singleton().findSchemaOrThrow("aten::cross_entropy_loss", "");
+}
+
+at::Tensor torchs_cross_entropy(c10::DispatchKeySet keys,
+                                const at::Tensor& input,
+                                const at::Tensor& target,
+                                const OptionalTensor& weight,
+                                int64_t reduction,
+                                c10::SymInt ignore_index,
+                                double label_smoothing) {
+  // What is traced for a compiler gets the kernels that the compiler makes.
+  const bool traced = input.key_set().has_any(c10::python_ks);
+  const auto ignored = ignore_index.maybe_as_int();
+  if (steps_under_autocast == 0 || traced || !ignored || transforms_active() ||
+      !takes(input, target, weight, true, label_smoothing)) {
+    static const auto op = torchs_op().typed<TorchCrossEntropy>();
+    constexpr c10::DispatchKeySet lower(c10::DispatchKeySet::FULL_AFTER,
+                                        c10::DispatchKey::AutocastCUDA);
+    return op.redispatch(
+        keys & lower, input, target, weight, reduction, std::move(ignore_index), label_smoothing);
+  }
+  const AssertLabels as_torch;
+  return cross_entropy(input, target, weight, reduction, *ignored, label_smoothing);
+}
+#endif
+
 }  // namespace
+
+TORCH_LIBRARY_FRAGMENT(torch_renaissance, m) {
+  m.def("count_autocast_steps(int change) -> ()", count_autocast_steps);
+}
+#ifdef TR_WITH_CUDA
+TORCH_LIBRARY_IMPL(aten, AutocastCUDA, m) {
+  // torch has had no rule of its own so far. One that it gets stays.
+  if (torchs_op().hasKernelForDispatchKey(c10::DispatchKey::AutocastCUDA)) return;
+  m.impl("cross_entropy_loss", torchs_cross_entropy);
+}
+#endif
 
 TORCH_LIBRARY_IMPL(torch_renaissance, CompositeImplicitAutograd, m) {
   m.impl("cross_entropy", cross_entropy);

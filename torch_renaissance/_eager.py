@@ -32,8 +32,8 @@ class Eager:
         self._original, self.compiles = loss_fn, arguments is not None
         self.optimizer, self._scaler, self._model = optimizer, scaler, model
         self.cycle = Cycle(optimizer, accumulate)
-        self.precision = Precision(precision, optimizer, self.roots)
         self.device = next(p.device for g in optimizer.param_groups for p in g["params"])
+        self.precision = Precision(precision, optimizer, self.roots, self.device)
         self.data = data
         check_data(data, self.device)
         if precision == "fp16" and optimizer.amp is None:
@@ -143,7 +143,7 @@ class Eager:
         between_them = [between] if between is not None else []
 
         def work() -> tuple[Tensor, object, object]:
-            with self.precision.autocast(self.device):
+            with self.precision.autocast():
                 returned = self.loss_fn(*batch)
             self.precision.forward_is_done()
             loss, extras = loss_and_extras(returned)

@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import TypeVar
 
 import torch
@@ -13,9 +13,22 @@ from torch import Tensor, nn
 
 from . import _watch, amp
 from ._low import LowWeights, ReadsWeight, places_of_low, same_places
+from ._ops import ops
 from .graphs import RandomState
 
 T = TypeVar("T")
+
+
+@contextmanager
+def own_cross_entropy(on: bool = True) -> Iterator[None]:
+    """Where autocast is on, torch's cross entropy is `tr.cross_entropy`: two kernels instead of a
+    dozen, and fp32 where torch rounds to 16 bits on the way. Not for this thread alone: autograd's
+    compute again what is checkpointed."""
+    ops.count_autocast_steps.default(int(on))
+    try:
+        yield
+    finally:
+        ops.count_autocast_steps.default(-int(on))
 
 
 class Precision:
@@ -25,10 +38,17 @@ class Precision:
         name: "fp16", "bf16", or None, with which nothing here does anything.
         optimizer: whose plan has the plane.
         roots: returns the modules that `loss_fn` uses, with names.
+        device: of the parameters. On a CPU, torch's kernels are as they are.
     """
 
-    def __init__(self, name: str | None, optimizer, roots: Callable[[], dict[nn.Module, str]]):
-        self.name, self._optimizer, self._roots = name, optimizer, roots
+    def __init__(
+        self,
+        name: str | None,
+        optimizer,
+        roots: Callable[[], dict[nn.Module, str]],
+        device: torch.device,
+    ):
+        self.name, self._optimizer, self._roots, self._device = name, optimizer, roots, device
         self._names: dict[nn.Module, str] = {}
         self._places: list[tuple] = []
         self._dropped: dict[nn.Module, str] = {}
@@ -39,9 +59,10 @@ class Precision:
     def _plan(self):
         return self._optimizer._current_plan()
 
-    def autocast(self, device: torch.device):
+    def autocast(self):
         """Of the forward pass only: backward follows the dtypes of what it differentiates."""
-        if torch.is_autocast_enabled(device.type):
+        kind = self._device.type
+        if torch.is_autocast_enabled(kind):
             if self.name:
                 raise RuntimeError(
                     f"TrainStep: precision={self.name!r} does its own autocast; call the step "
@@ -50,7 +71,7 @@ class Precision:
             torch.clear_autocast_cache()  # casts of weights that have been updated since
         if not self.name:
             return nullcontext()
-        return torch.autocast(device.type, amp.PRECISIONS[self.name])
+        return torch.autocast(kind, amp.PRECISIONS[self.name])
 
     # -- plane H ---------------------------------------------------------------------------------
 
@@ -91,12 +112,12 @@ class Precision:
     def run(self, work: Callable[[], T]) -> T:
         """`work()`, forward and backward, in which modules find the copies in the place of their
         weights. Where one can't have them it is done again without."""
-        look = True
+        look, own_loss = True, self.name is not None and self._device.type == "cuda"
         for _ in range(len(self._places) + 2):
             before = self._before_trial()
             self._weights = LowWeights(self._places, self.copies(), before is not None and look)
             try:
-                with torch.enable_grad(), self._weights:
+                with torch.enable_grad(), own_cross_entropy(own_loss), self._weights:
                     result = work()
                 break
             except ReadsWeight as read:

@@ -39,7 +39,8 @@ class TrainStep:
             default the one given to `accelerate`.
         precision: "bf16" or "fp16": autocast inside of the step, with the weights of Linear, Conv
             and attention kept in 16 bits by the update, so that nothing casts them. Parameters and
-            `state_dict` stay float32. "fp16" scales the loss: `optimizer.amp`. After changing
+            `state_dict` stay float32, and cross entropy on a GPU is `tr.cross_entropy`, which
+            rounds nothing on the way. "fp16" scales the loss: `optimizer.amp`. After changing
             weights through `.data`, which torch doesn't see either, call `step.refresh()`.
         scaler: the program's `torch.amp.GradScaler` for a `loss_fn` with autocast of its own: the
             step scales, skips and updates as `scaler.scale(loss).backward()`, `scaler.step` and

@@ -142,8 +142,8 @@ class Fused:
             self.state = live
 
     def __getstate__(self) -> dict:
-        begun = self._begun_state(self._slots_with_state())
-        state = {**super().__getstate__(), "state": begun}
+        # As state_dict shows it: a copy that hasn't stepped yet has no plan that would know better.
+        state = {**super().__getstate__(), "state": self._portable_state()}
         plan = vars(self).get("_plan")
         options = plan.options if plan else vars(self).get("_options", Options())
         options.learn({p for group in self.param_groups for p in group["params"]})
