@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# Ratios against those of an earlier record, and of several runs in one process.
+# Ratios against those of an earlier record, and of several runs one after the other.
 from dataclasses import dataclass
 
 from tables import print_table
@@ -71,7 +71,7 @@ def largest(ratios: list[dict[str, float]], of: set[str] | None = None) -> float
 
 
 def repeated(records: list[dict]) -> dict:
-    """What the first of several records of one process says of all of them."""
+    """What the first of several records says of all of them."""
     ratios = [record["ratios"] for record in records]
     return {
         "ratios": ratios,

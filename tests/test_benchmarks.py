@@ -18,6 +18,7 @@ import peers
 import shapes
 import tables
 import timers
+from planted_benchmark import Planted
 
 CPU = torch.device("cpu")
 
@@ -189,26 +190,6 @@ def test_bars_of_lars():
     }
 
 
-class Planted(common.Benchmark):
-    """Cases whose names are the ratios of their first and second run."""
-
-    description = "planted"
-
-    def complete(self, args, parser):
-        args.cases = ["2.0,2.1", "bad", "4.0,4.0"]
-
-    def run_case(self, case, record):
-        if case == "bad":
-            raise ValueError("no such\nproblem")
-        record["cases"][case] = {"ratio": float(case.split(",")[self.record is not record])}
-
-    def ratios_of(self, case, record):
-        return {case: record["cases"][case]["ratio"]} if case in record["cases"] else {}
-
-    def agrees(self, record):
-        return all(taken["ratio"] > 0 for taken in record["cases"].values())
-
-
 def test_main_repeats_and_keeps_what_did_not_fail(tmp_path, capsys):
     path = tmp_path / "record.json"
     args = ["--device", "cpu", "--json", str(path)]
@@ -224,8 +205,18 @@ def test_main_repeats_and_keeps_what_did_not_fail(tmp_path, capsys):
     assert "repeat" not in json.loads(path.read_text())
 
 
+def test_a_run_that_leaves_no_record_is_told(monkeypatch):
+    ended = SimpleNamespace(returncode=3)
+    monkeypatch.setattr(common.subprocess, "run", lambda *_, **__: ended)
+    with pytest.raises(RuntimeError, match=r"planted_benchmark\.py --device cpu .* ended with 3"):
+        Planted().main(["--device", "cpu", "--repeat", "2"])
+
+
 def test_main_tells_success_and_disagreement(monkeypatch):
-    monkeypatch.setattr(Planted, "complete", lambda self, args, _: setattr(args, "cases", ["1,1"]))
+    def complete(self, args, parser):
+        args.cases = ["1,1"]
+
+    monkeypatch.setattr(Planted, "complete", complete)
     assert Planted().main(["--device", "cpu"]) == 0
     monkeypatch.setattr(Planted, "agrees", lambda self, record: False)
     assert Planted().main(["--device", "cpu"]) == 1
