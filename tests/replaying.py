@@ -104,7 +104,7 @@ class Pool:
         return Graph(recording), value
 
     @contextmanager
-    def branch(self):
+    def branch(self, number=0):
         """Of all orders that branches may run in, the one that a mistake doesn't survive."""
         yield lambda work, first=False: work()
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -92,8 +92,9 @@ class Eager:
         try:
             with pool.branch() as beside:
                 batch = unflatten(leaves, spec) if ahead is None else ahead.begin(beside)
+                branch = None if self._runs_compiled() else pool.branch(1)
                 with self._watching_outsiders():
-                    outputs, results = self._forward_backward(batch, ahead and ahead.draw)
+                    outputs, results = self._forward_backward(batch, ahead and ahead.draw, branch)
                 holder = results.holder()
                 if holder:
                     raise CaptureError(
@@ -137,22 +138,25 @@ class Eager:
         return outputs, results
 
     def _forward_backward(
-        self, batch: tuple, between: Callable[[], None] | None = None
+        self,
+        batch: tuple,
+        between: Callable[[], None] | None = None,
+        branch: AbstractContextManager | None = None,
     ) -> tuple[list[Tensor], Results]:
-        """`between` is called between the two."""
+        """`between` is called between the two; `branch` takes what backward needn't wait for."""
         between_them = [between] if between is not None else []
 
         def work() -> tuple[Tensor, object, object]:
             with self.precision.autocast():
                 returned = self.loss_fn(*batch)
-            self.precision.forward_is_done()
             loss, extras = loss_and_extras(returned)
+            self.precision.forward_is_done(loss)
             while between_them:  # once, if this is tried again
                 between_them.pop()()
             loss.backward(self._seed(loss))
             return loss, returned, extras
 
-        loss, returned, extras = self.precision.run(work)
+        loss, returned, extras = self.precision.run(work, branch)
         results = Results(returned, extras)
         return [loss.detach(), *results.rest], results
 
@@ -194,6 +198,12 @@ class Eager:
                 f"TrainStep: optimizer.step was replaced, which a step with {why} doesn't call; "
                 f"delete the attribute, or train without {why}"
             )
+
+    def _runs_compiled(self) -> bool:
+        """Whether torch.compile has made code that looks at modules, and would be made again."""
+        modules = _watch.all_modules(self.roots())
+        found = _watch.look_into(self._original, *_watch.forwards(modules))
+        return self.compiles or found.compiled or any(map(_watch.is_compiled, modules))
 
     # -- gradients -------------------------------------------------------------------------------
 

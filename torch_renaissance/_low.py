@@ -211,6 +211,14 @@ class LowWeights:
         if self.reads:
             raise ReadsWeight(next(iter(self.reads.values())), self.reads)
 
+    def modules(self) -> list[nn.Module]:
+        """Those that find copies in the place of parameters."""
+        return list(dict.fromkeys(module for module, _, _ in self._changed))
+
+    def stand_ins(self) -> list[Tensor]:
+        """What these modules find, of parameters that take 16-bit gradients as they are."""
+        return [t for p, t in self._stand_ins.items() if p in self._dtypes]
+
     def owners(self, weight: Tensor) -> list[nn.Module]:
         """The modules that find this copy in the place of a parameter."""
         return [m for m, _, p in self._changed if self._stand_ins[p] is weight]

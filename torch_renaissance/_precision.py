@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TypeVar
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from . import _watch, amp
 from ._low import LowWeights, ReadsWeight, places_of_low, same_places
 from ._ops import ops
+from ._weight_gradients import WeightGradients
 from .graphs import RandomState
 
 T = TypeVar("T")
@@ -54,6 +55,7 @@ class Precision:
         self._dropped: dict[nn.Module, str] = {}
         self._proven = False  # whether a forward has used them
         self._weights = LowWeights([], {})
+        self._gradients = WeightGradients(self._weights, None)
 
     @property
     def _plan(self):
@@ -109,16 +111,19 @@ class Precision:
 
     # -- forward and backward --------------------------------------------------------------------
 
-    def run(self, work: Callable[[], T]) -> T:
+    def run(self, work: Callable[[], T], branch: AbstractContextManager | None = None) -> T:
         """`work()`, forward and backward, in which modules find the copies in the place of their
-        weights. Where one can't have them it is done again without."""
+        weights. Where one can't have them it is done again without. In a capture, gradients of
+        weights are put on `branch`, a `Pool.branch`."""
         look, own_loss = True, self.name is not None and self._device.type == "cuda"
         for _ in range(len(self._places) + 2):
             before = self._before_trial()
             self._weights = LowWeights(self._places, self.copies(), before is not None and look)
             try:
+                self._gradients = WeightGradients(self._weights, branch)
                 with torch.enable_grad(), own_cross_entropy(own_loss), self._weights:
-                    result = work()
+                    with self._gradients:
+                        result = work()
                 break
             except ReadsWeight as read:
                 if read.reads:
@@ -140,9 +145,10 @@ class Precision:
         self._proven = True
         return result
 
-    def forward_is_done(self) -> None:
+    def forward_is_done(self, loss: Tensor) -> None:
         """To be called by `work` before it begins with backward, whose hooks shall run once."""
         self._weights.forward_is_done()
+        self._gradients.look(loss)
 
     def gradients_are_used(self) -> None:
         self._weights.restore_grad_dtypes()

@@ -40,6 +40,7 @@ class Found:
     containers: list[tuple[dict | list, str]] = field(default_factory=list)
     tensors: dict[Tensor, str] = field(default_factory=dict)
     functions: set[Callable] = field(default_factory=set)
+    compiled: bool = False  # whether torch.compile has made one of the functions
     # By which function's names an object has been looked into, which may lead back to itself.
     objects: set[tuple[int, Callable]] = field(default_factory=set)
 
@@ -65,6 +66,7 @@ def _look(value: object, name: str, found: Found, depth: int) -> None:
     elif isinstance(value, FunctionType):
         inner = getattr(value, "_torchdynamo_orig_callable", None)
         if inner is not None:
+            found.compiled = True
             _look(inner, name, found, depth)
         elif depth > 0 and value not in found.functions and not _is_torchs(value):
             found.functions.add(value)
@@ -184,6 +186,12 @@ def all_modules(roots: dict[nn.Module, str]) -> dict[nn.Module, str]:
         for name, module in root.named_modules():
             found.setdefault(module, f"{root_name}.{name}" if name else root_name)
     return found
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """By `torch.compile(module)` or `module.compile()`."""
+    by_call = getattr(module, "_compiled_call_impl", None) is not None
+    return by_call or type(module).__module__.startswith("torch._dynamo.")
 
 
 def unseen(modules: dict[nn.Module, str]) -> str:

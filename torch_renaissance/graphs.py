@@ -71,7 +71,7 @@ class Pool:
         self.handle = torch.cuda.graph_pool_handle()
         # Nodes keep the priority of their stream: the branch takes what the rest leaves it.
         self.stream = torch.cuda.Stream(device, priority=-1)
-        self._side = torch.cuda.Stream(device)
+        self._sides = [torch.cuda.Stream(device) for _ in range(2)]
         self._graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
 
     def bytes(self) -> int:
@@ -121,19 +121,20 @@ class Pool:
         return graph, value
 
     @contextmanager
-    def branch(self) -> Iterator[Callable[..., None]]:
+    def branch(self, number: int = 0) -> Iterator[Callable[..., None]]:
         """In a capture: a branch of the graph, beside what the block captures. What it yields puts
         work there, to begin after what was captured before, or, `first`, after what was captured
-        before the block; what comes after the block waits for all of it."""
-        current = torch.cuda.current_stream(self.device)
+        before the block; what comes after the block waits for all of it. Branches within each other
+        have other numbers, 0 or 1."""
+        side, current = self._sides[number], torch.cuda.current_stream(self.device)
         entered = current.record_event()
         begun = False  # until then the side stream isn't part of the capture
 
         def put(work: Callable[[], None], first: bool = False) -> None:
             nonlocal begun
-            self._side.wait_event(entered if first else current.record_event())
+            side.wait_event(entered if first else current.record_event())
             begun = True
-            with torch.cuda.stream(self._side):
+            with torch.cuda.stream(side):
                 work()
 
         try:
@@ -141,10 +142,10 @@ class Pool:
         except BaseException:
             with suppress(RuntimeError):  # what failed may have ended the capture
                 if begun:
-                    current.wait_stream(self._side)
+                    current.wait_stream(side)
             raise
         if begun:
-            current.wait_stream(self._side)
+            current.wait_stream(side)
 
     def release(self, graph: torch.cuda.CUDAGraph) -> None:
         """Frees what only this graph has of the pool."""

@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""In a capture: gradients of weights on a branch of the graph, beside the rest of backward."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
+
+from ._low import LowWeights
+
+_CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+
+class WeightGradients:
+    """For a captured forward and backward. Of a layer, backward computes the gradient of the input,
+    for which the layer before waits, and that of the weight, for which only the update does. Torch
+    computes one after the other; here the latter is put on a branch of the graph. The kernels are
+    the same ones, and so are their results.
+
+    It is done for Linear and Conv with 16-bit copies of their weights, each used once, so that no
+    kernel on the main branch touches a gradient before the branches join. Not for layers that read
+    more than `LARGEST` bytes, whose kernels fill the device by themselves and get into each other's
+    way. What the other branch reads is kept until they join, `MOST_KEPT` bytes at most.
+
+    Args:
+        weights: what stands in for the modules' parameters within the block.
+        branch: `Pool.branch`, not entered yet; None leaves everything to torch.
+    """
+
+    LARGEST = 4 << 20
+    MOST_KEPT = 64 << 20
+
+    def __init__(self, weights: LowWeights, branch: AbstractContextManager | None):
+        self._weights, self._branch = weights, branch
+        self._stack = ExitStack()
+        self._put: Callable[..., None]
+        self._modules: list[nn.Module] = []
+        self._stand_ins: dict[int, Tensor] = {}
+        self._single: set[int] = set()  # ids of stand-ins with one use; of none until that is known
+        self._kept: dict[int, Tensor] = {}  # by where their memory begins
+
+    def __enter__(self) -> WeightGradients:
+        if self._branch is None:
+            return self
+        self._put = self._stack.enter_context(self._branch)
+        self._stand_ins = {id(t): t for t in self._weights.stand_ins()}
+        for module in self._weights.modules():
+            if type(module).forward is nn.Linear.forward:
+                vars(module)["forward"] = partial(self._linear, module)
+            elif type(module).forward in [kind.forward for kind in _CONVS]:
+                vars(module)["forward"] = partial(self._conv, module)
+            else:
+                continue
+            self._modules.append(module)
+        return self
+
+    def __exit__(self, *error) -> None:
+        for module in self._modules:
+            del vars(module)["forward"]
+        self._single.clear()
+        self._stack.__exit__(*error)  # the branches join
+        self._kept.clear()
+
+    def look(self, loss: Tensor) -> None:
+        """Before backward: which weights are used once."""
+        if not self._modules or loss.grad_fn is None:
+            return
+        nodes = {t.grad_fn: name for name, t in self._stand_ins.items()}
+        uses: Counter[int] = Counter()
+        seen, waiting = set(), [loss.grad_fn]
+        while waiting:
+            node = waiting.pop()
+            if node in seen:
+                continue
+            seen.add(node)
+            if isinstance(node, BackwardCFunction) and type(node)._forward_cls not in _OURS:
+                return  # it may run a backward of its own, as reentrant checkpoints do
+            for following, _ in node.next_functions:
+                if following in nodes:
+                    uses[nodes[following]] += 1
+                elif following is not None:
+                    waiting.append(following)
+        self._single = {name for name, n in uses.items() if n == 1}
+
+    def aside(self, work: Callable[[], tuple], names: tuple[int, ...], reads: tuple) -> tuple:
+        """`work()`, on the other branch where that can be: it reads `reads`."""
+        kept = self._kept | {t.untyped_storage().data_ptr(): t for t in reads}
+        if (
+            torch.is_grad_enabled()
+            or not self._single.issuperset(names)
+            or sum(t.nbytes for t in reads) > self.LARGEST
+            or sum(t.untyped_storage().nbytes() for t in kept.values()) > self.MOST_KEPT
+        ):
+            return work()
+        self._kept = kept
+        done: list[tuple] = []
+        self._put(lambda: done.append(work()))
+        return done[0]
+
+    def _linear(self, module: nn.Linear, x: Tensor) -> Tensor:
+        weight, bias = _copies(module)
+        if not self._takes(x, weight, bias):
+            return nn.Linear.forward(module, x)
+        return _Linear.apply(x.to(weight.dtype), weight, bias, self, _names(weight, bias))
+
+    def _conv(self, module: nn.Conv2d, x: Tensor) -> Tensor:
+        weight, bias = _copies(module)
+        plain = module.padding_mode == "zeros" and not isinstance(module.padding, str)
+        if not plain or not self._takes(x, weight, bias) or x.dim() != weight.dim():
+            return type(module).forward(module, x)
+        where = module.stride, module.padding, module.dilation, False, module.output_padding
+        how = *where, module.groups
+        return _Conv.apply(x.to(weight.dtype), weight, bias, self, _names(weight, bias), how)
+
+    def _takes(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
+        """Whether autocast would compute this in 16 bits, and torch's own backward alone."""
+        return (
+            all(name in self._stand_ins for name in _names(weight, bias))
+            and type(x) in (Tensor, nn.Parameter)
+            and x.device == weight.device
+            and x.is_floating_point()
+            and x.dtype != torch.float64
+            and torch.is_grad_enabled()
+            and torch.is_autocast_enabled(x.device.type)
+            and not torch._C._are_functorch_transforms_active()
+        )
+
+
+def _copies(module: nn.Module) -> tuple[Tensor | None, Tensor | None]:
+    """Not as attributes, which a parametrization computes anew at each look."""
+    return module._parameters.get("weight"), module._parameters.get("bias")
+
+
+def _names(weight: Tensor | None, bias: Tensor | None) -> tuple[int, ...]:
+    return (id(weight),) if bias is None else (id(weight), id(bias))
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias, beside, names):
+        ctx.save_for_backward(x, weight)
+        ctx.beside, ctx.names, ctx.biased = beside, names, bias is not None
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        of_x, of_weight, of_bias = ctx.needs_input_grad[:3]
+        rows, inputs = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
+
+        def weights() -> tuple:
+            return (
+                rows.t().mm(inputs) if of_weight else None,
+                rows.sum(0) if of_bias else None,
+            )
+
+        found = ctx.beside.aside(weights, ctx.names, (inputs, rows))
+        return rows.mm(weight).view(x.shape) if of_x else None, *found, None, None
+
+
+class _Conv(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias, beside, names, how):
+        ctx.save_for_backward(x, weight)
+        ctx.beside, ctx.names, ctx.how = beside, names, how
+        ctx.bias_sizes = None if bias is None else list(bias.shape)
+        return torch.convolution(x, weight, bias, *how)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        of_x, of_weight, of_bias = ctx.needs_input_grad[:3]
+
+        def gradients(*wanted: bool) -> tuple:
+            if not any(wanted):
+                return None, None, None
+            return torch.ops.aten.convolution_backward(
+                grad, x, weight, ctx.bias_sizes, *ctx.how, list(wanted)
+            )
+
+        def weights() -> tuple:
+            return gradients(False, of_weight, of_bias)[1:]
+
+        found = ctx.beside.aside(weights, ctx.names, (grad, x))
+        return gradients(of_x, False, False)[0], *found, None, None, None
+
+
+_OURS = (_Linear, _Conv)
