@@ -15,7 +15,7 @@ from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 from torch.utils.checkpoint import checkpoint
 
 import torch_renaissance as tr
-from torch_renaissance._eager import Eager
+from torch_renaissance._eager import Eager, _Aids
 from torch_renaissance._weight_gradients import WeightGradients
 
 has_grad_dtype = hasattr(torch.Tensor, "grad_dtype")
@@ -36,7 +36,7 @@ def puts(device, monkeypatch):
 
     def enter(self, enter=WeightGradients.__enter__):
         entered = enter(self)
-        if entered._branch is not None:
+        if entered._modules:
             put = entered._put
 
             def counted(work):
@@ -214,7 +214,7 @@ def test_to_the_same_bits_as_torchs(case, precision, device, puts, monkeypatch):
     ours = train(case, device, precision)
     assert wanted is None or puts[0] == wanted
     before = puts[0]
-    monkeypatch.setattr(Eager, "_runs_compiled", lambda self: True)
+    monkeypatch.setattr(Eager, "_aids", lambda self, pool: _Aids())
     torchs = train(case, device, precision)
     assert puts[0] == before
     assert all(map(torch.equal, ours, torchs))
@@ -224,7 +224,7 @@ def test_to_the_same_bits_as_torchs(case, precision, device, puts, monkeypatch):
 def test_with_other_options(options, device, puts, monkeypatch):
     ours = train("convs", device, steps=8, **options)
     assert puts[0] == 4
-    monkeypatch.setattr(Eager, "_runs_compiled", lambda self: True)
+    monkeypatch.setattr(Eager, "_aids", lambda self, pool: _Aids())
     assert all(map(torch.equal, ours, train("convs", device, steps=8, **options)))
 
 

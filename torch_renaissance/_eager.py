@@ -4,13 +4,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from . import _watch, amp
 from ._ahead import Ahead, memory
+from ._batch_counts import READERS, BatchCounts
 from ._captured import unflatten
 from ._cycle import Cycle
 from ._ops import _C
@@ -18,6 +20,17 @@ from ._precision import Precision
 from ._results import Results
 from ._step_arguments import check, check_data, compile_arguments, loss_and_extras
 from .graphs import CaptureError, Pool
+
+
+class _Aids(NamedTuple):
+    """What a captured forward and backward has besides."""
+
+    between: Callable[[], None] | None = None  # called between the two
+    branch: AbstractContextManager | None = None  # takes what backward needn't wait for
+    counts: AbstractContextManager = nullcontext()  # around forward
+
+
+_NO_AIDS = _Aids()
 
 
 class Eager:
@@ -92,9 +105,9 @@ class Eager:
         try:
             with pool.branch() as beside:
                 batch = unflatten(leaves, spec) if ahead is None else ahead.begin(beside)
-                branch = None if self._runs_compiled() else pool.branch(1)
+                aids = self._aids(pool)._replace(between=ahead and ahead.draw)
                 with self._watching_outsiders():
-                    outputs, results = self._forward_backward(batch, ahead and ahead.draw, branch)
+                    outputs, results = self._forward_backward(batch, aids)
                 holder = results.holder()
                 if holder:
                     raise CaptureError(
@@ -138,16 +151,12 @@ class Eager:
         return outputs, results
 
     def _forward_backward(
-        self,
-        batch: tuple,
-        between: Callable[[], None] | None = None,
-        branch: AbstractContextManager | None = None,
+        self, batch: tuple, aids: _Aids = _NO_AIDS
     ) -> tuple[list[Tensor], Results]:
-        """`between` is called between the two; `branch` takes what backward needn't wait for."""
-        between_them = [between] if between is not None else []
+        between_them = [aids.between] if aids.between is not None else []
 
         def work() -> tuple[Tensor, object, object]:
-            with self.precision.autocast():
+            with self.precision.autocast(), aids.counts:
                 returned = self.loss_fn(*batch)
             loss, extras = loss_and_extras(returned)
             self.precision.forward_is_done(loss)
@@ -156,7 +165,7 @@ class Eager:
             loss.backward(self._seed(loss))
             return loss, returned, extras
 
-        loss, returned, extras = self.precision.run(work, branch)
+        loss, returned, extras = self.precision.run(work, aids.branch)
         results = Results(returned, extras)
         return [loss.detach(), *results.rest], results
 
@@ -199,11 +208,16 @@ class Eager:
                 f"delete the attribute, or train without {why}"
             )
 
-    def _runs_compiled(self) -> bool:
-        """Whether torch.compile has made code that looks at modules, and would be made again."""
-        modules = _watch.all_modules(self.roots())
+    def _aids(self, pool: Pool) -> _Aids:
+        """They change modules for a while, at which compiled code looks: it would be made anew."""
+        roots = self.roots()
+        modules = _watch.all_modules(roots)
         found = _watch.look_into(self._original, *_watch.forwards(modules))
-        return self.compiles or found.compiled or any(map(_watch.is_compiled, modules))
+        if self.compiles or found.compiled or any(map(_watch.is_compiled, modules)):
+            return _NO_AIDS
+        reads = any(_watch.names_one_of(READERS, function) for function in found.functions)
+        counts = nullcontext() if reads else BatchCounts(roots, modules)
+        return _Aids(branch=pool.branch(1), counts=counts)
 
     # -- gradients -------------------------------------------------------------------------------
 

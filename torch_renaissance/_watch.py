@@ -166,6 +166,11 @@ def _names(code: CodeType) -> Iterator[str]:
             yield from _names(constant)
 
 
+def names_one_of(names: set[str], function: FunctionType) -> bool:
+    """Whether the code of `function` names a variable or an attribute so."""
+    return not names.isdisjoint(_names(function.__code__))
+
+
 def _is_torchs(what: object) -> bool:
     return _is_known(getattr(what, "__module__", None) or "")
 

@@ -47,10 +47,11 @@ class WeightGradients:
         self._kept: dict[int, Tensor] = {}  # by where their memory begins
 
     def __enter__(self) -> WeightGradients:
-        if self._branch is None:
+        stand_ins = self._weights.stand_ins()
+        if self._branch is None or not stand_ins:
             return self
         self._put = self._stack.enter_context(self._branch)
-        self._stand_ins = {id(t): t for t in self._weights.stand_ins()}
+        self._stand_ins = {id(t): t for t in stand_ins}
         for module in self._weights.modules():
             if type(module).forward is nn.Linear.forward:
                 vars(module)["forward"] = partial(self._linear, module)
@@ -104,20 +105,20 @@ class WeightGradients:
         self._put(lambda: done.append(work()))
         return done[0]
 
-    def _linear(self, module: nn.Linear, x: Tensor) -> Tensor:
+    def _linear(self, module: nn.Linear, input: Tensor) -> Tensor:
         weight, bias = _copies(module)
-        if not self._takes(x, weight, bias):
-            return nn.Linear.forward(module, x)
-        return _Linear.apply(x.to(weight.dtype), weight, bias, self, _names(weight, bias))
+        if not self._takes(input, weight, bias):
+            return nn.Linear.forward(module, input)
+        return _Linear.apply(input.to(weight.dtype), weight, bias, self, _names(weight, bias))
 
-    def _conv(self, module: nn.Conv2d, x: Tensor) -> Tensor:
+    def _conv(self, module: nn.Conv2d, input: Tensor) -> Tensor:
         weight, bias = _copies(module)
         plain = module.padding_mode == "zeros" and not isinstance(module.padding, str)
-        if not plain or not self._takes(x, weight, bias) or x.dim() != weight.dim():
-            return type(module).forward(module, x)
+        if not plain or not self._takes(input, weight, bias) or input.dim() != weight.dim():
+            return type(module).forward(module, input)
         where = module.stride, module.padding, module.dilation, False, module.output_padding
         how = *where, module.groups
-        return _Conv.apply(x.to(weight.dtype), weight, bias, self, _names(weight, bias), how)
+        return _Conv.apply(input.to(weight.dtype), weight, bias, self, _names(weight, bias), how)
 
     def _takes(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
         """Whether autocast would compute this in 16 bits, and torch's own backward alone."""
