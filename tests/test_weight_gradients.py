@@ -46,7 +46,16 @@ def puts(device, monkeypatch):
             entered._put = counted
         return entered
 
+    def aside(self, work, names, reads, aside=WeightGradients.aside):
+        before = count[0]
+        found = aside(self, work, names, reads)
+        for t, name in zip(found, names, strict=False):
+            if count[0] > before and t is not None:  # else autograd would copy it at once
+                assert t.stride() == self._stand_ins[name].stride()
+        return found
+
     monkeypatch.setattr(WeightGradients, "__enter__", enter)
+    monkeypatch.setattr(WeightGradients, "aside", aside)
     return count
 
 
@@ -69,6 +78,12 @@ def convs():
     )
 
 
+def transposed():
+    model = mlp()
+    model[0].weight = nn.Parameter(model[0].weight.detach().t().contiguous().t())
+    return model
+
+
 def channels_last():
     return convs().to(memory_format=torch.channels_last)
 
@@ -81,6 +96,17 @@ def padded():
         nn.Flatten(),
         nn.Linear(8, 5),
     )
+
+
+class TurnedInput(nn.Module):
+    """Weights are contiguous; with an input of channels_last torch makes their gradients so."""
+
+    def __init__(self):
+        super().__init__()
+        self.convs = convs()
+
+    def forward(self, x):
+        return self.convs(x.contiguous(memory_format=torch.channels_last))
 
 
 class Sequences(nn.Module):
@@ -154,6 +180,11 @@ def penalty_on_gradient(model, x, y):
     return loss + grad.float().square().sum()
 
 
+def penalty(model, x, y):
+    """On a parameter that the program has kept, beside the copy that its layer has."""
+    return of_logits(model, x, y) + model.kept[0].square().sum() + model.kept[-1].square().sum()
+
+
 def uses_gradient(model, x, y):
     """A backward in forward, whose results are read at once."""
     inner = of_logits(model, x, y)
@@ -172,6 +203,8 @@ CASES = {  # model, shape of its input, loss, and how many layers' gradients go 
     "mlp": (mlp, VECTOR, of_logits, 3),
     "convs": (convs, IMAGE, of_logits, 4),
     "channels_last": (channels_last, IMAGE, of_logits, 4),
+    "transposed": (transposed, VECTOR, of_logits, 3),
+    "turned input": (TurnedInput, IMAGE, of_logits, 4),
     "padded": (padded, IMAGE, of_logits, 1),
     "sequences": (Sequences, SEQUENCE, of_logits, 3),
     "parametrized": (parametrized, VECTOR, of_logits, 1),
@@ -179,6 +212,7 @@ CASES = {  # model, shape of its input, loss, and how many layers' gradients go 
     "frozen": (frozen, VECTOR, of_logits, 1),
     "checkpoint": (lambda: Checkpointed(False), VECTOR, of_logits, 3),
     "reentrant checkpoint": (lambda: Checkpointed(True), VECTOR, of_logits, 0),
+    "penalty": (mlp, VECTOR, penalty, 1),
     "penalty on a gradient": (mlp, VECTOR, penalty_on_gradient, None),
     "gradient in forward": (mlp, VECTOR, uses_gradient, 2),  # it reads the first layer's weight
     "in float32": (mlp, VECTOR, in_float32, None),
@@ -186,9 +220,11 @@ CASES = {  # model, shape of its input, loss, and how many layers' gradients go 
 
 
 def train(case, device, precision="fp16", steps=7, **options):
+    """Losses, parameters, buffers and state after some steps, and the graph's number of nodes."""
     make, shape, loss, _ = CASES[case]
     torch.manual_seed(0)
     model = make().to(device)
+    model.kept = list(model.parameters())
     _, optimizer = tr.accelerate(model, torch.optim.AdamW(model.parameters(), lr=0.01))
     step = tr.TrainStep(
         lambda x, y: loss(model, x, y), optimizer, precision=precision, strict=True, **options
@@ -204,7 +240,8 @@ def train(case, device, precision="fp16", steps=7, **options):
     assert step.captured
     state = optimizer.state_dict()["state"].values()
     values = *losses, *model.parameters(), *model.buffers()
-    return [*values, *(t for entries in state for t in entries.values())]
+    nodes = step.explain().nodes if device == "cuda" else 0
+    return [*values, *(t for entries in state for t in entries.values()), torch.tensor(nodes)]
 
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])

@@ -74,6 +74,8 @@ class WeightGradients:
         if not self._modules or loss.grad_fn is None:
             return
         nodes = {t.grad_fn: name for name, t in self._stand_ins.items()}
+        # Where their gradients end: whatever leads there besides uses the parameter itself.
+        nodes |= {node.next_functions[0][0]: name for node, name in nodes.items()}
         uses: Counter[int] = Counter()
         seen, waiting = set(), [loss.grad_fn]
         while waiting:
@@ -91,7 +93,8 @@ class WeightGradients:
         self._single = {name for name, n in uses.items() if n == 1}
 
     def aside(self, work: Callable[[], tuple], names: tuple[int, ...], reads: tuple) -> tuple:
-        """`work()`, on the other branch where that can be: it reads `reads`."""
+        """`work()`, the gradients of the weight and the bias called `names`, from `reads`; on the
+        other branch where that can be."""
         kept = self._kept | {t.untyped_storage().data_ptr(): t for t in reads}
         if (
             torch.is_grad_enabled()
@@ -101,9 +104,17 @@ class WeightGradients:
         ):
             return work()
         self._kept = kept
-        done: list[tuple] = []
-        self._put(lambda: done.append(work()))
-        return done[0]
+        found: list[Tensor | None] = []
+
+        def fitted() -> None:
+            # Autograd copies gradients of other strides than the parameter's, without waiting.
+            for t, name in zip(work(), (*names, None)[:2], strict=True):
+                like = self._stand_ins.get(name)
+                fits = t is None or t.stride() == like.stride()
+                found.append(t if fits else torch.empty_like(like).copy_(t))
+
+        self._put(fitted)
+        return tuple(found)
 
     def _linear(self, module: nn.Linear, input: Tensor) -> Tensor:
         weight, bias = _copies(module)
