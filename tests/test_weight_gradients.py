@@ -4,6 +4,7 @@
 # stand-in for graphs.
 
 import sys
+from typing import ClassVar
 
 import pytest
 import replaying
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 from testing import DEVICES
 from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import torch_renaissance as tr
@@ -254,6 +256,42 @@ def test_to_the_same_bits_as_torchs(case, precision, device, puts, monkeypatch):
     torchs = train(case, device, precision)
     assert puts[0] == before
     assert all(map(torch.equal, ours, torchs))
+
+
+class Backwards(TorchDispatchMode):
+    """Counts what computes gradients; where no step looks for Python's state."""
+
+    counts: ClassVar[list[int]] = []
+
+    def __enter__(self):
+        self.counts.append(0)
+        return super().__enter__()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func._schema.name == "aten::convolution_backward":
+            self.counts[-1] += sum(args[-1])
+        self.counts[-1] += func._schema.name in ("aten::mm", "aten::sum")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("make, shape", [(mlp, VECTOR), (convs, IMAGE)])
+def test_a_backward_for_the_input_computes_no_gradients_of_weights(make, shape, device, puts):
+    model = make().to(device)
+    _, optimizer = tr.accelerate(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    Backwards.counts.clear()
+
+    def loss_fn(x):
+        x = x.detach().requires_grad_()
+        score = model(x).square().mean()
+        with Backwards():
+            (grad,) = torch.autograd.grad(score, x, create_graph=True)
+        return score + grad.square().sum()
+
+    step = tr.TrainStep(loss_fn, optimizer, precision="bf16", strict=True, warmup=2)
+    for _ in range(4):
+        step(torch.randn(shape, device=device))
+    assert step.captured
+    assert Backwards.counts == [Backwards.counts[0]] * 3  # two natively, and one in the capture
 
 
 @pytest.mark.parametrize("options", [{"accumulate": 2}, {"verify": True}], ids=str)

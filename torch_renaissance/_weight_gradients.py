@@ -47,6 +47,7 @@ class WeightGradients:
         self._modules: list[nn.Module] = []
         self._stand_ins: dict[int, Tensor] = {}
         self._single: set[int] = set()  # ids of stand-ins with one use; of none until that is known
+        self._forward_is_done = False
         self._kept: dict[int, Tensor] = {}  # by where their memory begins
 
     def __enter__(self) -> WeightGradients:
@@ -74,6 +75,7 @@ class WeightGradients:
 
     def look(self, loss: Tensor) -> None:
         """Before backward: which weights are used once."""
+        self._forward_is_done = True
         if not self._modules or loss.grad_fn is None:
             return
         nodes = {t.grad_fn: name for name, t in self._stand_ins.items()}
@@ -94,6 +96,15 @@ class WeightGradients:
                 elif following is not None:
                     waiting.append(following)
         self._single = {name for name, n in uses.items() if n == 1}
+
+    def wanted(self, names: tuple[int, ...], needed: tuple[bool, ...]) -> list[bool]:
+        """Which gradients of the weight and the bias a backward asks for: one within `loss_fn`
+        may want others only, and torch's own nodes know that."""
+        if self._forward_is_done:
+            return list(needed)
+        nodes = [self._stand_ins[name].grad_fn for name in names]
+        asked = [torch._C._will_engine_execute_node(node) for node in nodes] + [False]
+        return [need and ask for need, ask in zip(needed, asked, strict=False)]
 
     def aside(
         self, kind: str, work: Callable[[], tuple], names: tuple[int, ...], reads: tuple
@@ -169,7 +180,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         x, weight = ctx.saved_tensors
-        of_x, of_weight, of_bias = ctx.needs_input_grad[:3]
+        of_weight, of_bias = ctx.beside.wanted(ctx.names, ctx.needs_input_grad[1:3])
         rows, inputs = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
 
         def weights() -> tuple:
@@ -184,7 +195,8 @@ class _Linear(torch.autograd.Function):
             return tuple(found)
 
         found = ctx.beside.aside("linear", weights, ctx.names, (inputs, rows))
-        return rows.mm(weight).view(x.shape) if of_x else None, *found, None, None
+        of_x = rows.mm(weight).view(x.shape) if ctx.needs_input_grad[0] else None
+        return of_x, *found, None, None
 
 
 class _Conv(torch.autograd.Function):
@@ -198,20 +210,21 @@ class _Conv(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         x, weight = ctx.saved_tensors
-        of_x, of_weight, of_bias = ctx.needs_input_grad[:3]
+        wanted = ctx.beside.wanted(ctx.names, ctx.needs_input_grad[1:3])
 
-        def gradients(*wanted: bool) -> tuple:
-            if not any(wanted):
+        def gradients(*mask: bool) -> tuple:
+            if not any(mask):
                 return None, None, None
             return torch.ops.aten.convolution_backward(
-                grad, x, weight, ctx.bias_sizes, *ctx.how, list(wanted)
+                grad, x, weight, ctx.bias_sizes, *ctx.how, list(mask)
             )
 
         def weights() -> tuple:
-            return gradients(False, of_weight, of_bias)[1:]
+            return gradients(False, *wanted)[1:]
 
         found = ctx.beside.aside("conv", weights, ctx.names, (grad, x))
-        return gradients(of_x, False, False)[0], *found, None, None, None
+        of_x = gradients(ctx.needs_input_grad[0], False, False)[0]
+        return of_x, *found, None, None, None
 
 
 _OURS = (_Linear, _Conv)
