@@ -44,11 +44,10 @@ class BatchCounts:
     def _root(self, forward: Callable, *args, **kwargs):
         self._depth += 1
         try:
-            result = forward(*args, **kwargs)
+            return forward(*args, **kwargs)
         finally:
             self._depth -= 1
-        self._move_on()
-        return result
+            self._move_on()
 
     def _norm(self, module: nn.Module, input: Tensor) -> Tensor:
         count = module._buffers.get("num_batches_tracked")
@@ -73,6 +72,5 @@ class BatchCounts:
 
 
 def _counts(module: nn.Module) -> bool:
-    return getattr(type(module), "forward", None) is _BatchNorm.forward and "forward" not in vars(
-        module
-    )
+    torchs = getattr(type(module), "forward", None) is _BatchNorm.forward
+    return torchs and "forward" not in vars(module)
