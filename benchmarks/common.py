@@ -14,7 +14,7 @@ from pathlib import Path
 
 import timers
 import torch
-from comparison import print_repeat, repeated, report_comparison
+from comparison import middle, print_repeat, repeated, report_comparison
 from machine import environment
 from tables import START, print_bars, progress
 
@@ -85,6 +85,8 @@ class Benchmark:
             parser.error("--fail-if-regression needs --compare OLD.json")
         if args.repeat < 1:
             parser.error(f"--repeat {args.repeat}: must be at least 1")
+        if args.processes < 1:
+            parser.error(f"--processes {args.processes}: must be at least 1")
         if args.limit is not None and not args.limit > 0:
             parser.error(f"--limit {args.limit}: must be more than 0 seconds")
         self.complete(args, parser)
@@ -95,7 +97,7 @@ class Benchmark:
             write_json(self.args.json, self.record)
 
     def whole_record(self) -> dict:
-        kept = ("device", "quick", "repeat", *self.settings)
+        kept = ("device", "quick", "repeat", "processes", *self.settings)
         return {
             "environment": environment(self.device),
             "build": tr.build_info(),
@@ -130,12 +132,26 @@ class Benchmark:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder, "record.json")
             program = [sys.executable, inspect.getfile(type(self)), *argv]
-            done = subprocess.run(
-                [*program, "--repeat", "1", "--json", str(path)], stdout=subprocess.DEVNULL
-            )
+            once = ["--repeat", "1", "--processes", "1", "--json", str(path)]
+            done = subprocess.run([*program, *once], stdout=subprocess.DEVNULL)
             if not path.exists():
                 raise RuntimeError(f"{' '.join(program)} ended with {done.returncode}")
             return json.loads(path.read_text())
+
+    def together(self, records: list[dict]) -> dict:
+        """One record of what several processes measured."""
+        if len(records) == 1:
+            return records[0]
+        found = {
+            case: [r["cases"][case] for r in records if case in r["cases"]]
+            for case in records[0]["cases"]
+        }
+        failed = {case: why for r in reversed(records) for case, why in r["failed"].items()}
+        record = records[0] | {"cases": {}, "ratios": {}, "failed": failed}
+        for case, taken in found.items():
+            record["cases"][case] = middle(taken)
+            record["ratios"] |= self.ratios_of(case, record)
+        return record
 
     def main(self, argv: list[str] | None = None) -> int:
         argv = sys.argv[1:] if argv is None else argv
@@ -148,12 +164,16 @@ class Benchmark:
         old = json.loads(args.compare.read_text()) if args.compare else None
         warn_if_busy()
         self.record = record = self.whole_record()
-        runs = [record]
         self.run_cases(record)
-        while len(runs) < args.repeat:
-            progress(f"run {len(runs) + 1} of {args.repeat}")
-            runs.append(self.once_more(argv))
-            record["repeat"] = repeated(runs)
+        # Runs take turns: how fast the host is changes over minutes, and from process to process.
+        runs: list[list[dict]] = [[dict(record)], *([] for _ in range(args.repeat - 1))]
+        for i in range(1, args.repeat * args.processes):
+            progress(f"process {i + 1} of {args.repeat * args.processes}")
+            runs[i % args.repeat].append(self.once_more(argv))
+        whole = [self.together(run) for run in runs]
+        record |= whole[0]
+        if args.repeat > 1:
+            record["repeat"] = repeated(whole)
         self.finish(record)
         record["bars"] = self.bars(record)
         self.save()
@@ -162,7 +182,7 @@ class Benchmark:
         if args.repeat > 1:
             print_repeat(record)
         fallen = old is not None and report_comparison(old, record, args.fail_if_regression)
-        bad = any(run["failed"] or not self.agrees(run) for run in runs)
+        bad = any(r["failed"] or not self.agrees(r) for run in runs for r in run)
         return int(fallen or bad)
 
 
@@ -172,6 +192,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threads", type=int, help="CPU threads (default: torch's)")
     parser.add_argument("--quick", action="store_true", help="small cases, few repeats")
     parser.add_argument("--repeat", type=int, default=1, metavar="N", help="run all N times")
+    parser.add_argument(
+        "--processes", type=int, default=1, metavar="N", help="of a run, one after the other"
+    )
     parser.add_argument("--limit", type=float, metavar="S", help="begin no case after S seconds")
     parser.add_argument("--json", type=Path, help="where to write the record")
     parser.add_argument("--compare", type=Path, metavar="OLD.json", help="an earlier record")

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 # Ratios against those of an earlier record, and of several runs one after the other.
+import statistics
 from dataclasses import dataclass
 
 from tables import print_table
@@ -68,6 +69,19 @@ def of_the_device(record: dict) -> set[str]:
 def largest(ratios: list[dict[str, float]], of: set[str] | None = None) -> float | None:
     found = differences(ratios).items()
     return max((percent for key, percent in found if of is None or key in of), default=None)
+
+
+def middle(found: list):
+    """Of what several processes measured, in the form of one: medians of numbers (of two, the lower
+    one), sums of samples; all else is the first one's."""
+    first = found[0]
+    if isinstance(first, dict):
+        result = {k: middle([f[k] for f in found if k in f]) for k in first}
+        if "samples" in first:
+            result["samples"] = sum(f["samples"] for f in found)
+        return result
+    numbers = all(isinstance(f, int | float) and not isinstance(f, bool) for f in found)
+    return statistics.median_low(found) if numbers else first
 
 
 def repeated(records: list[dict]) -> dict:

@@ -205,6 +205,45 @@ def test_main_repeats_and_keeps_what_did_not_fail(tmp_path, capsys):
     assert "repeat" not in json.loads(path.read_text())
 
 
+def test_main_takes_medians_of_processes(tmp_path, monkeypatch):
+    path = tmp_path / "record.json"
+    args = ["--device", "cpu", "--json", str(path)]
+    assert Planted().main([*args, "--processes", "3"]) == 1
+    found = json.loads(path.read_text())
+    assert found["ratios"] == {"2.0,2.1": 2.1, "4.0,4.0": 4.0} and "repeat" not in found
+    assert found["failed"] == {"bad": "ValueError: no such problem"}
+    assert found["settings"]["processes"] == 3
+
+    measured = iter([3.0, 5.0, 3.2, 5.1, 3.1])  # after the first 2.0, the runs in turn
+
+    def once_more(self, argv):
+        record = self.whole_record()
+        record["cases"]["2.0,2.1"] = {"ratio": next(measured)}
+        record["ratios"] = self.ratios_of("2.0,2.1", record)
+        return record
+
+    monkeypatch.setattr(Planted, "once_more", once_more)
+    assert Planted().main([*args, "--processes", "3", "--repeat", "2"]) == 1
+    repeat = json.loads(path.read_text())["repeat"]
+    assert [ratios["2.0,2.1"] for ratios in repeat["ratios"]] == [5.0, 3.1]
+
+
+def test_the_middle_of_what_processes_measured():
+    def taken(median, name, agrees):
+        us = {"median": median, "q1": median - 1, "samples": 5}
+        return {"us": us, "name": name, "agrees": agrees, "losses": [median]}
+
+    found = comparison.middle(
+        [taken(3.0, "a", True), taken(9.0, "b", False), taken(4.0, "c", True)]
+    )
+    assert found == {
+        "us": {"median": 4.0, "q1": 3.0, "samples": 15},
+        "name": "a",
+        "agrees": True,
+        "losses": [3.0],
+    }
+
+
 def test_a_run_that_leaves_no_record_is_told(monkeypatch):
     ended = SimpleNamespace(returncode=3)
     monkeypatch.setattr(common.subprocess, "run", lambda *_, **__: ended)
@@ -234,6 +273,7 @@ def test_main_begins_no_case_after_the_limit(tmp_path):
     [
         (["--fail-if-regression", "5"], "--fail-if-regression needs --compare OLD.json"),
         (["--repeat", "0"], "--repeat 0: must be at least 1"),
+        (["--processes", "0"], "--processes 0: must be at least 1"),
         (["--limit", "0"], "--limit 0.0: must be more than 0 seconds"),
     ],
 )
