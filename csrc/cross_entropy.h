@@ -23,10 +23,9 @@ struct LogitStrides {
 
 // T below is the dtype of the arithmetic: float, or double for double.
 struct CrossEntropy {
-  ScalarType dtype;  // of the logits and their gradient
-  bool wide_loss;    // the loss and its gradient are T, not of the logits' dtype
-  bool
-      asserts_labels;  // a label out of bounds is an assertion that fails, not a NaN; on a GPU only
+  ScalarType dtype;     // of the logits and their gradient
+  bool wide_loss;       // the loss and its gradient are T, not of the logits' dtype
+  bool asserts_labels;  // on a GPU: a label out of bounds fails an assertion, instead of a NaN
   Reduction reduction;
   int64_t n_rows, n_positions, n_classes;  // N * d1 * ..., d1 * ..., C
   const void* input;
