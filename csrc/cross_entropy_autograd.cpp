@@ -278,7 +278,7 @@ TORCH_LIBRARY_IMPL(torch_renaissance, CompositeImplicitAutograd, m) {
   m.impl("cross_entropy", cross_entropy);
 }
 // Under vmap, which would else call the op row by row.
-TORCH_LIBRARY_IMPL(torch_renaissance, FuncTorchBatchedDecomposition, m) {
+TORCH_LIBRARY_IMPL(torch_renaissance, FuncTorchBatched, m) {
   m.impl("cross_entropy", cross_entropy);
 }
 TORCH_LIBRARY_IMPL(torch_renaissance, Autograd, m) {
