@@ -63,7 +63,7 @@ def why_loose(p: Tensor) -> str:
     storage = p.untyped_storage()
     if p.storage_offset() or storage.nbytes() != p.nbytes:
         return "it is a view of a larger buffer"
-    if p.device.type == "cpu" and (storage.is_shared() or storage.is_pinned()):
+    if p.device.type == "cpu" and (storage.is_shared() or p.is_pinned()):
         return "it lies in shared or pinned memory"
     if not storage.resizable():  # numpy's, a bytearray's, another process's
         return "its memory is not torch's own"
