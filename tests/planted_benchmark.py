@@ -3,8 +3,8 @@
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path += [str(ROOT), str(ROOT / "benchmarks")]  # an in-place build, if none is installed
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # an in-place build, if none is installed
+sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
 import common
 
