@@ -158,8 +158,9 @@ class Eager:
         def work() -> tuple[Tensor, object, object]:
             with self.precision.autocast(), aids.counts:
                 returned = self.loss_fn(*batch)
+            self.precision.forward_is_done()
             loss, extras = loss_and_extras(returned)
-            self.precision.forward_is_done(loss)
+            self.precision.backward_begins(loss)
             while between_them:  # once, if this is tried again
                 between_them.pop()()
             loss.backward(self._seed(loss))

@@ -145,9 +145,13 @@ class Precision:
         self._proven = True
         return result
 
-    def forward_is_done(self, loss: Tensor) -> None:
-        """To be called by `work` before it begins with backward, whose hooks shall run once."""
+    def forward_is_done(self) -> None:
+        """To be called by `work` before it looks at what a forward returned that may be done
+        again, and before backward, whose hooks shall run once."""
         self._weights.forward_is_done()
+
+    def backward_begins(self, loss: Tensor) -> None:
+        """To be called by `work` as well."""
         self._gradients.look(loss)
 
     def gradients_are_used(self) -> None:

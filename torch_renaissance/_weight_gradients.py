@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
+from itertools import zip_longest
 from typing import ClassVar
 
 import torch
@@ -103,8 +104,8 @@ class WeightGradients:
         if self._forward_is_done:
             return list(needed)
         nodes = [self._stand_ins[name].grad_fn for name in names]
-        asked = [torch._C._will_engine_execute_node(node) for node in nodes] + [False]
-        return [need and ask for need, ask in zip(needed, asked, strict=False)]
+        asked = [torch._C._will_engine_execute_node(node) for node in nodes]
+        return [need and ask for need, ask in zip_longest(needed, asked, fillvalue=False)]
 
     def aside(
         self, kind: str, work: Callable[[], tuple], names: tuple[int, ...], reads: tuple
@@ -124,7 +125,7 @@ class WeightGradients:
 
         def fitted() -> None:
             # Autograd copies gradients of other strides than the parameter's, without waiting.
-            for t, name in zip(work(), (*names, None)[:2], strict=True):
+            for t, name in zip_longest(work(), names):
                 like = self._stand_ins.get(name)
                 fits = t is None or t.stride() == like.stride()
                 found.append(t if fits else torch.empty_like(like).copy_(t))
