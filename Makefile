@@ -43,8 +43,8 @@ gpu-check:  ## on a machine with a GPU, with its own python3: build, CUDA tests,
 
 sanitize:  ## memcheck over the CUDA tests of the kernels, with the machine's python3
 	compute-sanitizer --tool memcheck --error-exitcode 1 \
-	  $(PYTHON) -m pytest -m cuda tests/test_ops.py tests/test_kernels.py tests/test_loss.py tests/test_loss_*.py \
-	  tests/test_lars.py tests/test_lars_*.py tests/test_augment_torchvision.py tests/test_augment_samples.py \
+	  $(PYTHON) -m pytest -m cuda tests/test_ops.py tests/test_ops_refusals.py tests/test_kernels.py tests/test_loss.py \
+	  tests/test_loss_*.py tests/test_lars.py tests/test_lars_*.py tests/test_augment_torchvision.py tests/test_augment_samples.py \
 	  tests/test_augment_draw_batch.py tests/test_augment_refusals.py tests/test_order.py -x -q
 
 clean:  ## remove what was built; .venv stays
