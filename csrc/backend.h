@@ -23,6 +23,8 @@ struct Backend {
   void* (*capture_copy)(const Copies&, const at::Tensor& like) = nullptr;
   void (*set_copy)(uint64_t exec, void* node, const Copies&) = nullptr;
   bool (*is_capturing)() = nullptr;
+  // Adds a convolution's bias to its output, or does nothing and returns false. May be null.
+  bool (*add_channel_bias)(const at::Tensor& output, const at::Tensor& bias) = nullptr;
 };
 
 inline Backend cpu_backend, cuda_backend;

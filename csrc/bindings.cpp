@@ -47,6 +47,13 @@ PYBIND11_MODULE(_C, m) {
       .def("prepare", &GraphCopies::prepare);
 #ifdef TR_WITH_CUDA
   m.def("graph_nodes", graph_nodes);
+  m.def("current_capture", current_capture);
+  m.def("settle_joins", settle_joins);
+  m.def("add_channel_bias", [](const py::object& output, const py::object& bias) {
+    const at::Tensor& y = unpack(output.ptr());
+    const auto add = backend_of(y).add_channel_bias;
+    return add != nullptr && add(y, unpack(bias.ptr()));
+  });
 #endif
   m.attr("CONTROL_RESULTS") = int{kChainResults};
   m.attr("GRAD_NORM") = int{kGradNorm};

@@ -8,10 +8,10 @@
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
-#include <atomic>
 #include <limits>
 
 #include "autocast.h"
+#include "autocast_rules.h"
 #include "logits.h"
 
 namespace torch_renaissance {
@@ -186,13 +186,6 @@ bool takes(const at::Tensor& input,
          !(weight->requires_grad() && at::GradMode::is_enabled());
 }
 
-// torch.func's transforms take no autograd functions written in C++.
-bool transforms_active() {
-  const auto keys = c10::impl::tls_local_dispatch_key_set().included_;
-  return keys.has(c10::DispatchKey::FuncTorchDynamicLayerFrontMode) ||
-         keys.has(c10::DispatchKey::FuncTorchDynamicLayerBackMode);
-}
-
 at::Tensor cross_entropy(const at::Tensor& input,
                          const at::Tensor& target,
                          const OptionalTensor& weight,
@@ -219,13 +212,6 @@ at::Tensor cross_entropy(const at::Tensor& input,
 // -- Autocast's own
 // --------------------------------------------------------------------------------
 
-// Within the steps that say so, autocast's rule for torch's cross entropy on a GPU is: in one
-// kernel, in fp32. Not by thread, since what is checkpointed is computed again in one of
-// autograd's.
-std::atomic<int64_t> steps_under_autocast{0};
-
-void count_autocast_steps(int64_t change) { steps_under_autocast += change; }
-
 #ifdef TR_WITH_CUDA
 using TorchCrossEntropy = at::Tensor(const at::Tensor& input,
                                      const at::Tensor& target,
@@ -245,16 +231,16 @@ at::Tensor torchs_cross_entropy(c10::DispatchKeySet keys,
                                 int64_t reduction,
                                 c10::SymInt ignore_index,
                                 double label_smoothing) {
-  // What is traced for a compiler gets the kernels that the compiler makes.
-  const bool traced = input.key_set().has_any(c10::python_ks);
   const auto ignored = ignore_index.maybe_as_int();
-  if (steps_under_autocast == 0 || traced || !ignored || transforms_active() ||
-      !takes(input, target, weight, true, label_smoothing)) {
+  if (!within_step(input) || !ignored || !takes(input, target, weight, true, label_smoothing)) {
     static const auto op = torchs_op().typed<TorchCrossEntropy>();
-    constexpr c10::DispatchKeySet lower(c10::DispatchKeySet::FULL_AFTER,
-                                        c10::DispatchKey::AutocastCUDA);
-    return op.redispatch(
-        keys & lower, input, target, weight, reduction, std::move(ignore_index), label_smoothing);
+    return op.redispatch(keys & kBelowAutocast,
+                         input,
+                         target,
+                         weight,
+                         reduction,
+                         std::move(ignore_index),
+                         label_smoothing);
   }
   const AssertLabels as_torch;
   return cross_entropy(input, target, weight, reduction, *ignored, label_smoothing);
@@ -263,9 +249,6 @@ at::Tensor torchs_cross_entropy(c10::DispatchKeySet keys,
 
 }  // namespace
 
-TORCH_LIBRARY_FRAGMENT(torch_renaissance, m) {
-  m.def("count_autocast_steps(int change) -> ()", count_autocast_steps);
-}
 #ifdef TR_WITH_CUDA
 TORCH_LIBRARY_IMPL(aten, AutocastCUDA, m) {
   // torch has had no rule of its own so far. One that it gets stays.

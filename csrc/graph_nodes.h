@@ -12,4 +12,12 @@ namespace torch_renaissance {
 // cudaGraph_t. Throws std::runtime_error where the driver refuses.
 std::map<std::string, int64_t> graph_nodes(uint64_t graph);
 
+// Which capture the current stream is part of, or 0: no two of a program have the same number.
+uint64_t current_capture();
+
+// What kernels of a capture have taken over from others, of which it has turned out that somebody
+// else needs them, they give back; returns how many. When it has ended, and before its graph is
+// instantiated.
+int64_t settle_joins(uint64_t capture);
+
 }  // namespace torch_renaissance

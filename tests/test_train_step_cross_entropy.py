@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import torch_renaissance as tr
 from torch_renaissance._ops import ops
-from torch_renaissance._precision import own_cross_entropy
+from torch_renaissance._precision import own_kernels
 
 on_devices = pytest.mark.parametrize("device", DEVICES)
 on_a_gpu = pytest.mark.parametrize("device", DEVICES[1:])
@@ -80,7 +80,7 @@ def test_as_exact_as_torchs(name, precision, device):
     logits = x[:, :5].to(DTYPES[precision])
     arguments = labels, DTYPES[precision]
     natively = loss_and_gradient(CRITERIA[name], logits, *arguments)
-    with own_cross_entropy():
+    with own_kernels():
         ours = loss_and_gradient(CRITERIA[name], logits, *arguments)
     exact = loss_and_gradient(CRITERIA[name], logits.double(), *arguments)
     assert ours[0].dtype == torch.float32 and ours[1].dtype == logits.dtype
@@ -109,7 +109,7 @@ def test_what_is_left_to_torch(criterion, device):
     x, labels = batch(device)
     arguments = criterion, x[:, :5].bfloat16(), labels, torch.bfloat16
     expected = loss_and_gradient(*arguments)
-    with own_cross_entropy(), Names() as names:
+    with own_kernels(), Names() as names:
         found = loss_and_gradient(*arguments)
     assert names.loss() == {TORCHS}
     assert all(map(torch.equal, found, expected))
@@ -122,7 +122,7 @@ def test_what_is_compiled_is_torchs(device):
     backend = AotEagerAndRecordGraphs()
     compiled = torch.compile(F.cross_entropy, backend=backend)
     expected = loss_and_gradient(F.cross_entropy, x, labels, torch.bfloat16)
-    with own_cross_entropy():
+    with own_kernels():
         found = loss_and_gradient(compiled, x, labels, torch.bfloat16)
     torch.testing.assert_close(found, expected, rtol=0.01, atol=0.001)
     (graph,) = backend.fw_graphs
@@ -134,8 +134,8 @@ def test_what_is_compiled_is_torchs(device):
 @on_a_gpu
 def test_afterwards_it_is_torchs_again(device):
     x, labels = batch(device)
-    with pytest.raises(KeyError, match="on purpose"), own_cross_entropy():
-        with own_cross_entropy():
+    with pytest.raises(KeyError, match="on purpose"), own_kernels():
+        with own_kernels():
             pass
         with torch.autocast(device, torch.bfloat16), Names() as inside:
             F.cross_entropy(x, labels)
@@ -147,7 +147,7 @@ def test_afterwards_it_is_torchs_again(device):
 
 def test_on_a_cpu_it_is_torchs():
     x, labels = batch("cpu")
-    with own_cross_entropy(), torch.autocast("cpu", torch.bfloat16), Names() as names:
+    with own_kernels(), torch.autocast("cpu", torch.bfloat16), Names() as names:
         F.cross_entropy(x, labels)
     assert names.loss() == {TORCHS}
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -21,15 +22,21 @@ T = TypeVar("T")
 
 
 @contextmanager
-def own_cross_entropy(on: bool = True) -> Iterator[None]:
-    """Where autocast is on, torch's cross entropy is `tr.cross_entropy`: two kernels instead of a
-    dozen, and fp32 where torch rounds to 16 bits on the way. Not for this thread alone: autograd's
+def own_kernels(on: bool = True) -> Iterator[None]:
+    """Where autocast is on, on a GPU, some of torch's functions are kernels of ours: cross entropy,
+    batch norm (with what follows it in place), max pooling. Not for this thread alone: autograd's
     compute again what is checkpointed."""
     ops.count_autocast_steps.default(int(on))
     try:
         yield
     finally:
         ops.count_autocast_steps.default(-int(on))
+
+
+def _compiles_autograd() -> bool:
+    """Whether torch's compiled autograd is on, which takes no nodes written in C++."""
+    module = sys.modules.get("torch._dynamo.compiled_autograd")
+    return getattr(module, "compiled_autograd_enabled", False)
 
 
 class Precision:
@@ -115,13 +122,14 @@ class Precision:
         """`work()`, forward and backward, in which modules find the copies in the place of their
         weights. Where one can't have them it is done again without. In a capture, gradients of
         weights are put on `branch`, a `Pool.branch`."""
-        look, own_loss = True, self.name is not None and self._device.type == "cuda"
+        own = self.name is not None and self._device.type == "cuda" and not _compiles_autograd()
+        look = True
         for _ in range(len(self._places) + 2):
             before = self._before_trial()
             self._weights = LowWeights(self._places, self.copies(), before is not None and look)
             try:
                 self._gradients = WeightGradients(self._weights, branch)
-                with torch.enable_grad(), own_cross_entropy(own_loss), self._weights:
+                with torch.enable_grad(), own_kernels(own), self._weights:
                     with self._gradients:
                         result = work()
                 break

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 
 from ._low import LowWeights
+from ._ops import _C
 
 _CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
@@ -200,13 +201,25 @@ class _Linear(torch.autograd.Function):
         return of_x, *found, None, None
 
 
+def _adds_bias_last(x: Tensor, weight: Tensor, bias_sizes: list[int], how: tuple) -> bool:
+    """Whether torch adds the bias to the output of a convolution without one, rounded."""
+    backend = torch._C._select_conv_backend(x, weight, None, *how, bias_sizes)
+    return x.is_cuda and backend == torch._C._ConvBackend.Cudnn
+
+
 class _Conv(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, beside, names, how):
         ctx.save_for_backward(x, weight)
         ctx.beside, ctx.names, ctx.how = beside, names, how
         ctx.bias_sizes = None if bias is None else list(bias.shape)
-        return torch.convolution(x, weight, bias, *how)
+        if bias is None or not _adds_bias_last(x, weight, ctx.bias_sizes, how):
+            return torch.convolution(x, weight, bias, *how)
+        found = torch.convolution(x, weight, None, *how)
+        # Torch's kernel for it is for any layout, and takes three times as long.
+        if not _C.add_channel_bias(found, bias):
+            found += bias.view(-1, *[1] * (found.dim() - 2))
+        return found
 
     @staticmethod
     def backward(ctx, grad):

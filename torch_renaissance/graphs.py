@@ -101,10 +101,12 @@ class Pool:
                 except BaseException:
                     self._abandon(graph)
                     raise
+                capture = _C.current_capture()
                 self._finish(graph)
             drawn = randoms.host_changed()
             if drawn:
                 raise CaptureError(f"it draws from {drawn} on the host, once and for all replays")
+            _C.settle_joins(capture)
             graph.instantiate()
         except BaseException as error:
             graph.reset()

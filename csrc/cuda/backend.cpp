@@ -7,6 +7,7 @@
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 
+#include "channel_bias.h"
 #include "launch.h"
 
 namespace torch_renaissance {
@@ -72,7 +73,8 @@ const bool cuda_registered = [] {
                   Cuda::write,
                   Cuda::capture_copy,
                   Cuda::set_copy,
-                  Cuda::is_capturing};
+                  Cuda::is_capturing,
+                  add_channel_bias};
   return true;
 }();
 

@@ -2,6 +2,7 @@
 // Copies of a step's inputs and results: nodes of its graph, with a kernel for all of them.
 #include <algorithm>
 
+#include "last_node.h"
 #include "launch.h"
 
 namespace torch_renaissance {
@@ -43,20 +44,10 @@ cudaKernelNodeParams copy_params(const Copies& c, void** arguments) {
 cudaError_t capture_copy_cuda(const Copies& c, cudaStream_t stream, cudaGraphNode_t* node) {
   void* arguments[1];
   const cudaKernelNodeParams p = copy_params(c, arguments);
-  cudaError_t error = cudaLaunchKernel(p.func, p.gridDim, p.blockDim, arguments, 0, stream);
+  const cudaError_t error = cudaLaunchKernel(p.func, p.gridDim, p.blockDim, arguments, 0, stream);
   if (error != cudaSuccess) return error;
-  cudaStreamCaptureStatus status;
-  const cudaGraphNode_t* last = nullptr;
-  size_t n = 0;
-#if CUDART_VERSION >= 13000
-  error = cudaStreamGetCaptureInfo(stream, &status, nullptr, nullptr, &last, nullptr, &n);
-#else
-  error = cudaStreamGetCaptureInfo_v2(stream, &status, nullptr, nullptr, &last, &n);
-#endif
-  if (error != cudaSuccess) return error;
-  if (status != cudaStreamCaptureStatusActive || n != 1) return cudaErrorInvalidValue;
-  *node = *last;
-  return cudaSuccess;
+  *node = last_node(stream).node;
+  return *node != nullptr ? cudaSuccess : cudaErrorInvalidValue;
 }
 
 cudaError_t set_copy_cuda(const Copies& c, cudaGraphExec_t exec, cudaGraphNode_t node) {

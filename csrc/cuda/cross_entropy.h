@@ -5,11 +5,9 @@
 #include <cuda_runtime_api.h>
 
 #include "../cross_entropy.h"
+#include "tickets.h"
 
 namespace torch_renaissance {
-
-// Tickets that the device holds, zero when the program starts; see Note [One launch].
-inline constexpr int kTickets = 1 << 16;
 
 // What blocks leave for the last one of them.
 struct CrossEntropyScratch {

@@ -11,26 +11,11 @@
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 
-#include <mutex>
-#include <unordered_map>
-
 namespace torch_renaissance {
 namespace {
 
 bool capturing() {
   return c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None;
-}
-
-// See Note [One launch]: a stream's launches share a ticket, a captured one has its own.
-int take_ticket(cudaStream_t stream) {
-  static std::mutex mutex;
-  static std::unordered_map<cudaStream_t, int> of_stream;
-  static int next = 0;
-  const std::lock_guard<std::mutex> lock(mutex);
-  if (capturing()) return next < kTickets ? next++ : kTickets;
-  const auto found = of_stream.find(stream);
-  if (found != of_stream.end()) return found->second;
-  return next < kTickets ? of_stream[stream] = next++ : kTickets;
 }
 
 void forward(const CrossEntropy& c, const at::Tensor& like) {
@@ -42,7 +27,7 @@ void forward(const CrossEntropy& c, const at::Tensor& like) {
   if (blocks > 1 && c.reduction != Reduction::kNone) {
     partial_sums = at::empty({blocks, 2}, like.options().dtype(at::kDouble));
     scratch.partial_sums = partial_sums.data_ptr<double>();
-    scratch.ticket_number = take_ticket(stream);
+    scratch.ticket_number = take_tickets(stream, 1);
     if (scratch.ticket_number == kTickets) {  // none left: one more node in the graph
       ticket = at::zeros({1}, like.options().dtype(at::kInt));
       scratch.ticket = ticket.data_ptr<int32_t>();

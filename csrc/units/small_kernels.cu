@@ -3,6 +3,7 @@
 #include "../cuda/copy.cu"
 #include "../cuda/init.cu"
 #include "../cuda/lars_norms.cu"
+#include "../cuda/max_pool.cu"
 #include "../cuda/norm.cu"
 #include "../cuda/order.cu"
 #include "../cuda/pack.cu"

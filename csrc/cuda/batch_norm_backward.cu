@@ -1,0 +1,269 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// Batch normalisation backward: the gradients of weight and bias, then that of the input; see Note
+// [One launch or two].
+#include "batch_norm.cuh"
+#include "batch_norm_launch.cuh"
+
+namespace torch_renaissance {
+namespace {
+
+struct NormSums {
+  float grad = 0, along = 0;  // of grad, and of grad * (x - mean)
+
+  __device__ void add(const NormSums& other) {
+    grad += other.grad;
+    along += other.along;
+  }
+};
+
+__device__ void finish(const BatchNormBackward& n, int channel, const NormSums& sums) {
+  n.grad_bias[channel] = sums.grad;
+  n.grad_weight[channel] = sums.along * n.invstd[channel];
+}
+
+// One channel forward, as far as backward needs it.
+template <NormMask MASK>
+__device__ __forceinline__ Normalise normalise_of(const BatchNormBackward& n, int channel) {
+  const float mean = n.mean[channel];
+  if constexpr (MASK != NormMask::kOfOutput) return {mean, 0, 0};
+  return {mean, n.weight[channel] * n.invstd[channel], n.bias[channel]};
+}
+
+__device__ __forceinline__ NormaliseBackward backward_of(const BatchNormBackward& n,
+                                                         int channel,
+                                                         float grad_bias,
+                                                         float grad_weight) {
+  return NormaliseBackward::of(n.mean[channel],
+                               n.invstd[channel],
+                               n.weight[channel],
+                               grad_weight,
+                               grad_bias,
+                               static_cast<float>(n.rows));
+}
+
+// What ReLU let pass of a gradient.
+template <typename scalar_t, NormMask MASK>
+__device__ __forceinline__ void mask(float (&grad)[kNormVector],
+                                     const float (&x)[kNormVector],
+                                     const Normalise (&norm)[kNormVector],
+                                     const NormBits& results) {
+  if constexpr (MASK == NormMask::kNone) return;
+  float result[kNormVector];
+  if constexpr (MASK == NormMask::kOfResult) unpack<scalar_t>(results, result);
+#pragma unroll
+  for (int k = 0; k < kNormVector; ++k) {
+    if constexpr (MASK == NormMask::kOfOutput) result[k] = rounded<scalar_t>(norm[k](x[k]));
+    grad[k] = result[k] <= 0 ? 0.0f : grad[k];
+  }
+}
+
+// Of a thread's rows.
+template <typename scalar_t, NormMask MASK>
+struct GradSums {
+  float sum[kNormVector] = {}, along[kNormVector] = {};
+  Normalise norm[kNormVector] = {};
+
+  __device__ GradSums(const BatchNormBackward& n, const NormPlace& p) {
+    if (p.first + p.lane >= p.last) return;
+#pragma unroll
+    for (int k = 0; k < kNormVector; ++k) norm[k] = normalise_of<MASK>(n, p.channel + k);
+  }
+  // Returns what passed.
+  __device__ NormBits add(const NormBits& inputs, const NormBits& grads, const NormBits& results) {
+    float x[kNormVector], grad[kNormVector];
+    unpack<scalar_t>(inputs, x);
+    unpack<scalar_t>(grads, grad);
+    mask<scalar_t, MASK>(grad, x, norm, results);
+#pragma unroll
+    for (int k = 0; k < kNormVector; ++k) {
+      sum[k] += grad[k];
+      along[k] = std::fma(grad[k], x[k] - norm[k].mean, along[k]);
+    }
+    return pack<scalar_t>(grad);
+  }
+  // Of the channel that for_own_channel() gives this thread, over the block's rows.
+  __device__ NormSums of_block(const NormPlace& p, NormShared& shared) {
+    const float2 sums = add_lanes(sum, along, p, shared);
+    return {sums.x, sums.y};
+  }
+};
+
+// The gradient of the input, from that which passed.
+template <typename scalar_t>
+__device__ NormBits input_grad(const NormaliseBackward (&backward)[kNormVector],
+                               const float (&x)[kNormVector],
+                               const float (&grad)[kNormVector]) {
+  float found[kNormVector];
+#pragma unroll
+  for (int k = 0; k < kNormVector; ++k) found[k] = backward[k](x[k], grad[k]);
+  return pack<scalar_t>(found);
+}
+
+// -- Two launches ---------------------------------------------------------------------------------
+
+template <typename scalar_t, NormMask MASK>
+__global__ void __launch_bounds__(kNormThreads, 2)
+    norm_sums_kernel(const __grid_constant__ BatchNormBackward n,
+                     const NormTiling t,
+                     const NormScratch scratch) {
+  __shared__ NormShared shared;
+  const auto p = NormPlace::of(t, n.rows, n.channels);
+  GradSums<scalar_t, MASK> sums(n, p);
+#pragma unroll 1
+  for (int64_t r = p.first + p.lane; r < p.last; r += kNormRows * p.lanes) {
+    NormBits inputs[kNormRows], grads[kNormRows], results[kNormRows];
+    for_rows<kNormRows>(p, r, p.lanes, n.channels, [&](int u, int64_t place) {
+      inputs[u] = read_bits<scalar_t>(n.input, place);
+      grads[u] = read_bits<scalar_t>(n.grad, place);
+      if (MASK == NormMask::kOfResult) results[u] = read_bits<scalar_t>(n.result, place);
+    });
+    for_rows<kNormRows>(p, r, p.lanes, n.channels, [&](int u, int64_t place) {
+      const NormBits passed = sums.add(inputs[u], grads[u], results[u]);
+      if (MASK == NormMask::kOfResult) write_bits<scalar_t>(n.grad_residual, place, passed);
+    });
+  }
+  const NormSums own = sums.of_block(p, shared);
+  if (!is_last_of_tile(t, scratch, {own.grad, own.along}, shared)) return;
+  const auto total =
+      add_chunks<NormSums>(t, scratch, shared, [](NormSums& all, float2 chunk, int, float2) {
+        all.add({chunk.x, chunk.y});
+      });
+  for_own_channel(t, n.channels, [&](int channel, int) { finish(n, channel, total); });
+}
+
+template <typename scalar_t, NormMask MASK>
+__global__ void __launch_bounds__(kNormThreads, 2)
+    norm_grad_kernel(const __grid_constant__ BatchNormBackward n, const NormTiling t) {
+  // With a residual, the sums' launch has masked the gradient already.
+  constexpr NormMask LEFT = MASK == NormMask::kOfResult ? NormMask::kNone : MASK;
+  const void* of_norm = MASK == NormMask::kOfResult ? n.grad_residual : n.grad;
+  const auto p = NormPlace::of(t, n.rows, n.channels);
+  if (p.first + p.lane >= p.last) return;
+  Normalise norm[kNormVector];
+  NormaliseBackward backward[kNormVector];
+#pragma unroll
+  for (int k = 0; k < kNormVector; ++k) {
+    const int c = p.channel + k;
+    norm[k] = normalise_of<LEFT>(n, c);
+    backward[k] = backward_of(n, c, n.grad_bias[c], n.grad_weight[c]);
+  }
+#pragma unroll 1
+  for (int64_t r = p.last - 1 - p.lane; r >= p.first; r -= kNormRows * p.lanes) {
+    NormBits inputs[kNormRows], grads[kNormRows];
+    for_rows<kNormRows>(p, r, -p.lanes, n.channels, [&](int u, int64_t place) {
+      inputs[u] = read_bits<scalar_t>(n.input, place);
+      grads[u] = read_bits<scalar_t>(of_norm, place);
+    });
+    for_rows<kNormRows>(p, r, -p.lanes, n.channels, [&](int u, int64_t place) {
+      float x[kNormVector], grad[kNormVector];
+      unpack<scalar_t>(inputs[u], x);
+      unpack<scalar_t>(grads[u], grad);
+      mask<scalar_t, LEFT>(grad, x, norm, {});
+      write_bits<scalar_t>(n.grad_input, place, input_grad<scalar_t>(backward, x, grad));
+    });
+  }
+}
+
+// -- One launch -----------------------------------------------------------------------------------
+
+template <typename scalar_t, NormMask MASK>
+__global__ void __launch_bounds__(kNormThreads)
+    batch_norm_backward_cluster_kernel(const __grid_constant__ BatchNormBackward n,
+                                       const NormTiling t) {
+#ifdef TR_HAS_CLUSTERS
+  __shared__ NormShared shared;
+  const auto cluster = cooperative_groups::this_cluster();
+  const auto p = NormPlace::of(t, n.rows, n.channels);
+  const int64_t first = p.first + p.lane;
+  NormBits inputs[kHeldRows], grads[kHeldRows], results[kHeldRows];
+  for_rows<kHeldRows>(p, first, p.lanes, n.channels, [&](int u, int64_t place) {
+    inputs[u] = read_bits<scalar_t>(n.input, place);
+    grads[u] = read_bits<scalar_t>(n.grad, place);
+    if (MASK == NormMask::kOfResult) results[u] = read_bits<scalar_t>(n.result, place);
+  });
+  GradSums<scalar_t, MASK> sums(n, p);
+  NormaliseBackward backward[kNormVector];
+  if (first < p.last) {
+#pragma unroll
+    for (int k = 0; k < kNormVector; ++k) backward[k] = backward_of(n, p.channel + k, 1, 1);
+  }
+  float invstd = 0;
+  for_own_channel(t, n.channels, [&](int channel, int) { invstd = n.invstd[channel]; });
+  for_rows<kHeldRows>(p, first, p.lanes, n.channels, [&](int u, int64_t place) {
+    grads[u] = sums.add(inputs[u], grads[u], results[u]);
+    if (MASK == NormMask::kOfResult) write_bits<scalar_t>(n.grad_residual, place, grads[u]);
+  });
+  const NormSums own = sums.of_block(p, shared);
+  if (threadIdx.x < t.tile_channels()) shared.of_block[threadIdx.x] = {own.grad, own.along};
+  cluster.sync();
+  NormSums all;
+  for_own_channel(t, n.channels, [&](int, int in_tile) {
+#pragma unroll 4
+    for (int chunk = 0; chunk < t.chunks; ++chunk) {
+      const float2 s = cluster.map_shared_rank(shared.of_block, chunk)[in_tile];
+      all.add({s.x, s.y});
+    }
+    shared.first[in_tile] = all.grad;
+    shared.second[in_tile] = all.along * invstd;
+  });
+  cluster.barrier_arrive();
+  __syncthreads();
+#pragma unroll
+  for (int k = 0; k < kNormVector; ++k) {
+    backward[k].mean_grad *= shared.first[p.in_tile + k];
+    backward[k].along *= shared.second[p.in_tile + k];
+  }
+  for_rows<kHeldRows>(p, first, p.lanes, n.channels, [&](int u, int64_t place) {
+    float x[kNormVector], grad[kNormVector];
+    unpack<scalar_t>(inputs[u], x);
+    unpack<scalar_t>(grads[u], grad);
+    write_bits<scalar_t>(n.grad_input, place, input_grad<scalar_t>(backward, x, grad));
+  });
+  if (blockIdx.y == 0) {
+    for_own_channel(t, n.channels, [&](int channel, int) { finish(n, channel, all); });
+  }
+  cluster.barrier_wait();  // others have read this block's sums
+#endif
+}
+
+template <typename scalar_t, NormMask MASK>
+cudaError_t launch(const BatchNormBackward& n,
+                   const NormTiling& t,
+                   const NormScratch& scratch,
+                   cudaStream_t stream) {
+  if (t.cluster) {
+    return launch_cluster(batch_norm_backward_cluster_kernel<scalar_t, MASK>, t, stream, n, t);
+  }
+  norm_sums_kernel<scalar_t, MASK><<<norm_grid(t), kNormThreads, 0, stream>>>(n, t, scratch);
+  const NormTiling wide = widened(t, n.rows, n.channels);
+  norm_grad_kernel<scalar_t, MASK><<<norm_grid(wide), kNormThreads, 0, stream>>>(n, wide);
+  return cudaGetLastError();
+}
+
+template <typename scalar_t>
+cudaError_t launch(const BatchNormBackward& n,
+                   const NormTiling& t,
+                   const NormScratch& scratch,
+                   cudaStream_t stream) {
+  switch (n.mask) {
+    case NormMask::kNone:
+      return launch<scalar_t, NormMask::kNone>(n, t, scratch, stream);
+    case NormMask::kOfOutput:
+      return launch<scalar_t, NormMask::kOfOutput>(n, t, scratch, stream);
+    case NormMask::kOfResult:
+      return launch<scalar_t, NormMask::kOfResult>(n, t, scratch, stream);
+  }
+  return cudaErrorInvalidValue;
+}
+
+}  // namespace
+
+cudaError_t batch_norm_backward_cuda(const BatchNormBackward& n,
+                                     const NormTiling& tiling,
+                                     const NormScratch& scratch,
+                                     cudaStream_t stream) {
+  return n.bfloat16 ? launch<__nv_bfloat16>(n, tiling, scratch, stream)
+                    : launch<__half>(n, tiling, scratch, stream);
+}
+
+}  // namespace torch_renaissance

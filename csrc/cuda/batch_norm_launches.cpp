@@ -1,0 +1,137 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#include "batch_norm_launches.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
+#include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+
+#include <algorithm>
+#include <mutex>
+#include <vector>
+
+#include "../graph_nodes.h"
+#include "channel_bias.h"
+
+namespace torch_renaissance {
+namespace {
+
+struct Scratch {
+  NormScratch pointers{};
+  at::Tensor partials, tickets;
+
+  Scratch(const NormTiling& tiling, const at::Tensor& like, cudaStream_t stream) {
+    if (tiling.cluster) return;
+    partials = at::empty({tiling.partials()}, like.options().dtype(at::kFloat));
+    pointers.partials = partials.mutable_data_ptr<float>();
+    pointers.first_ticket = take_tickets(stream, tiling.tiles);
+    if (pointers.first_ticket == kTickets) {  // none left: one more node in the graph
+      tickets = at::zeros({tiling.tiles}, like.options().dtype(at::kInt));
+      pointers.tickets = tickets.mutable_data_ptr<int32_t>();
+    }
+  }
+};
+
+template <typename Norm>
+void fill_sizes(Norm& n, const at::Tensor& x) {
+  n.channels = static_cast<int>(x.size(1));
+  n.rows = x.numel() / n.channels;
+  n.bfloat16 = x.scalar_type() == at::kBFloat16;
+}
+
+// Note [Who adds the bias]
+// In a capture, the bias of a convolution that nothing has followed yet is added by what follows
+// now, which reads the output anyway; a node can't be taken out of a capture, so its own kernel is
+// left with nothing to do. Another stream may have waited for that kernel meanwhile, and read the
+// output beside what follows: only the finished graph tells, and then all is put back.
+struct TakenBias {
+  CapturedNode kernel;
+  ChannelBias bias;
+  cudaGraphNode_t reader;
+  bool cluster;
+};
+
+std::mutex taken_mutex;
+std::vector<TakenBias> taken;
+
+void set_bias(ChannelBias bias, cudaGraphNode_t kernel, bool adds) {
+  if (!adds) bias.rows = 0;
+  C10_CUDA_CHECK(set_channel_bias_cuda(bias, kernel));
+}
+
+bool take_over_bias(BatchNorm& n, cudaStream_t stream) {
+  const auto& [kernel, bias] = captured_bias;
+  if (kernel.node == nullptr || bias.matrix != n.input || bias.rows != n.rows ||
+      bias.channels != n.channels || bias.bfloat16 != n.bfloat16 ||
+      !(kernel == last_node(stream))) {
+    return false;
+  }
+  set_bias(bias, kernel.node, false);
+  n.input_bias = bias.bias;
+  return true;
+}
+
+int64_t dependents(cudaGraphNode_t node) {
+  size_t count = 0;
+#if CUDART_VERSION >= 13000
+  C10_CUDA_CHECK(cudaGraphNodeGetDependentNodes(node, nullptr, nullptr, &count));
+#else
+  C10_CUDA_CHECK(cudaGraphNodeGetDependentNodes(node, nullptr, &count));
+#endif
+  return static_cast<int64_t>(count);
+}
+
+}  // namespace
+
+CapturedNode launch_batch_norm(BatchNorm& n, const at::Tensor& x) {
+  const c10::cuda::CUDAGuard guard(x.device());
+  const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
+  fill_sizes(n, x);
+  const bool takes_bias = take_over_bias(n, stream);
+  const NormTiling tiling = norm_tiling(n.rows, n.channels);
+  const Scratch scratch(tiling, x, stream);
+  cudaGraphNode_t reader;
+  C10_CUDA_CHECK(batch_norm_cuda(n, tiling, scratch.pointers, stream, &reader));
+  if (takes_bias) {
+    const std::lock_guard<std::mutex> lock(taken_mutex);
+    taken.push_back({captured_bias.node, captured_bias.bias, reader, tiling.cluster});
+  }
+  return last_node(stream);
+}
+
+void launch_batch_norm_backward(BatchNormBackward& n, const at::Tensor& x) {
+  const c10::cuda::CUDAGuard guard(x.device());
+  const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
+  fill_sizes(n, x);
+  const NormTiling tiling = norm_tiling(n.rows, n.channels);
+  const Scratch scratch(tiling, x, stream);
+  C10_CUDA_CHECK(batch_norm_backward_cuda(n, tiling, scratch.pointers, stream));
+}
+
+uint64_t current_capture() { return capture_of(c10::cuda::getCurrentCUDAStream()); }
+
+int64_t settle_joins(uint64_t capture) {
+  const std::lock_guard<std::mutex> lock(taken_mutex);
+  const auto mine = [&](const TakenBias& t) { return t.kernel.capture == capture; };
+  int64_t put_back = 0;
+  for (const TakenBias& t : taken) {
+    if (!mine(t) || dependents(t.kernel.node) == 1) continue;
+    set_bias(t.bias, t.kernel.node, true);
+    C10_CUDA_CHECK(leave_bias_cuda(t.reader, t.cluster));
+    ++put_back;
+  }
+  taken.erase(std::remove_if(taken.begin(), taken.end(), mine), taken.end());
+  return put_back;
+}
+
+bool is_last_node(const CapturedNode& node, at::Device device) {
+  const c10::cuda::CUDAGuard guard(device);
+  return node.node != nullptr && node == last_node(c10::cuda::getCurrentCUDAStream());
+}
+
+void set_batch_norm(const BatchNorm& n, const CapturedNode& kernel) {
+  C10_CUDA_CHECK(set_batch_norm_cuda(n, kernel.node));
+}
+
+}  // namespace torch_renaissance

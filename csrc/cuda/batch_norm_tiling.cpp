@@ -1,0 +1,72 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// How batch normalisation shares a matrix among blocks.
+#include <algorithm>
+#include <array>
+#include <atomic>
+
+#include "batch_norm.h"
+#include "launch.h"
+
+namespace torch_renaissance {
+namespace {
+
+constexpr int kThreads = 512;      // of a block
+constexpr int kRowsAtOnce = 4;     // of a thread
+constexpr int kWidest = 4;         // log2 of a tile's vectors: a run of 128 bytes
+constexpr int kNarrowest = 2;      // a sector of 32 bytes
+constexpr int kFewChannels = 128;  // whose tiles are narrower: the last block has less to add up
+
+int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+int log2_up(int64_t n) {
+  int log2 = 0;
+  while ((int64_t{1} << log2) < n) ++log2;
+  return log2;
+}
+
+// Asked once for each device, since the answer takes the driver a while.
+int cluster_limit() {
+  static std::array<std::atomic<int>, 64> known{};
+  int device = 0;
+  cudaGetDevice(&device);
+  auto& limit = known[static_cast<size_t>(device) % known.size()];
+  if (limit == 0) limit = most_blocks_of_cluster();
+  return limit;
+}
+
+NormTiling with_chunks(int log2_vectors,
+                       int64_t tiles,
+                       int64_t rows,
+                       int64_t chunks,
+                       bool cluster) {
+  const int64_t per_chunk = divide_up(rows, chunks);
+  const auto used = static_cast<int>(divide_up(rows, per_chunk));  // no chunk is empty
+  return {log2_vectors, static_cast<int>(tiles), used, per_chunk, cluster};
+}
+
+}  // namespace
+
+NormTiling norm_tiling(int64_t rows, int channels) {
+  const int64_t vectors = divide_up(channels, kNormVector), limit = cluster_limit();
+  const int64_t multis = multiprocessors();
+  const auto tiles_of = [&](int log2) { return divide_up(vectors, 1 << log2); };
+  if (limit > 1) {
+    // As wide as may be while there are blocks for all multiprocessors.
+    int log2 = std::min(kWidest, log2_up(vectors));
+    while (log2 > kNarrowest && tiles_of(log2) * limit < multis * 7 / 8) --log2;
+    const int64_t lanes = kThreads >> log2, tiles = tiles_of(log2);
+    const int64_t least = divide_up(rows, lanes * kHeldRows);
+    const int64_t wanted = std::min(divide_up(rows, lanes * kRowsAtOnce), 2 * multis / tiles);
+    const int64_t chunks = int64_t{1} << log2_up(std::max<int64_t>({least, wanted, 1}));
+    if (chunks <= limit) return with_chunks(log2, tiles, rows, chunks, true);
+    if (least <= limit) return with_chunks(log2, tiles, rows, limit, true);
+  }
+  const int widest = channels <= kFewChannels ? kWidest - 1 : kWidest;
+  const int log2 = std::min(widest, log2_up(vectors));
+  const int64_t lanes = kThreads >> log2, tiles = tiles_of(log2);
+  const int64_t most = std::max<int64_t>(1, rows / (lanes * kRowsAtOnce));
+  const int64_t chunks = std::clamp<int64_t>(2 * multis / tiles, 1, most);
+  return with_chunks(log2, tiles, rows, chunks, false);
+}
+
+}  // namespace torch_renaissance

@@ -1,0 +1,33 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// What max pooling over channels_last tensors of a 16-bit dtype computes on.
+// Plain C++, for host and device, without torch's headers.
+#pragma once
+
+#include <cstdint>
+
+#include "update.h"
+
+namespace torch_renaissance {
+
+// Channels that a thread works on: 16 bytes of values, 8 of positions.
+inline constexpr int kPoolChannels = 8;
+// Positions in a window are bytes; this one stands for none.
+inline constexpr int kNoPosition = 255;
+
+struct MaxPool {
+  ScalarType dtype;  // of all values: kHalf or kBFloat16
+  int n_samples, n_channels;
+  int size[2], pooled[2];  // rows and columns of the input and of the output, as below
+  int kernel[2], stride[2], padding[2];
+  // [samples, pooled rows, pooled columns, channels]: where in its window a maximum was,
+  // row * kernel[1] + column. In forward it may be null.
+  uint8_t* positions;
+  // Forward: [samples, rows, columns, channels] of the input to that of the output.
+  const void* input;
+  void* output;
+  // Backward, from the output's to the input's.
+  const void* grad_output;
+  void* grad_input;
+};
+
+}  // namespace torch_renaissance
