@@ -7,7 +7,8 @@
 
 namespace torch_renaissance {
 
-// Forward, and what may follow in place: `output = relu(norm(input) + residual)`.
+// Forward, and what may follow in place: `output = relu(norm(input) + residual)`. Or, where there
+// is a `sum`, `output = norm(input)` and `sum = relu(output + sum)`.
 struct BatchNorm {
   int64_t rows;
   int channels;  // a multiple of kNormVector
@@ -17,6 +18,7 @@ struct BatchNorm {
   const void* input_bias;  // or null: of each channel, is added to the input first, in its place
   const void* residual;    // or null
   void* output;
+  void* sum;  // or null; `residual` is the same then
   const float *weight, *bias;
   float *mean, *invstd;               // [channels], of the batch
   float *running_mean, *running_var;  // or null
@@ -34,8 +36,9 @@ struct BatchNormBackward {
   NormMask mask;
   const void* input;
   const void* grad;
-  const void* result;   // for kOfResult
-  void* grad_residual;  // for kOfResult: what ReLU let pass of `grad`
+  const void* more_grad;  // for kOfResult: is added to `grad`; or null
+  const void* result;     // for kOfResult
+  void* grad_residual;    // for kOfResult: what ReLU let pass of `grad`
   void* grad_input;
   const float *weight, *bias, *mean, *invstd;
   float *grad_weight, *grad_bias;

@@ -5,7 +5,17 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from batch_norms import FOLLOWS, HALVES, OURS, exactly, make_inputs, norm_alone, run, running_stats
+from batch_norms import (
+    BEFORE_RELU,
+    FOLLOWS,
+    HALVES,
+    OURS,
+    exactly,
+    make_inputs,
+    norm_alone,
+    run,
+    running_stats,
+)
 from testing import DEVICES
 from torch import nn
 
@@ -41,6 +51,8 @@ def error(found, exact):
 @pytest.mark.parametrize("function", FOLLOWS)
 def test_as_exact_as_torchs(function, shape, dtype, device):
     inputs, grad = make_inputs(shape, dtype)
+    if function in BEFORE_RELU:  # at its kink, rounding decides whether a gradient passes
+        grad[exactly(BEFORE_RELU[function], inputs, grad)[0].abs() < 0.05] = 0
     exact = exactly(function, inputs, grad)
     natively = run(function, inputs, grad, own=False)
     ours = run(function, inputs, grad)

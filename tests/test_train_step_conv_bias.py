@@ -72,14 +72,16 @@ def test_batch_norm_adds_it(function, shape, dtype, device):
         inputs[0] += bias.view(-1, 1, 1)
     expected = run(function, inputs, grad)
     sum_of_both = inputs[0].detach().clone()
-    x = torch.empty_like(start)
+    x, stats = torch.empty_like(start), running_stats(shape[1])
 
     def work():
         x.copy_(start)
+        stats[0].zero_()
+        stats[1].fill_(1)
         assert _C.add_channel_bias(x, bias)
         with torch.no_grad():
             inputs[0].set_(x)
-        return run(function, inputs, grad)
+        return run(function, inputs, grad, stats=stats)
 
     for _ in range(2):  # whatever is made at the first call
         graph, given_back, found = capture(work)
@@ -93,7 +95,7 @@ def test_batch_norm_adds_it(function, shape, dtype, device):
 def test_it_is_given_back_where_another_stream_reads(device):
     (x, weight, bias_of_norm, _), _ = make_inputs((64, 64, 28, 28), torch.float16)
     start, bias = x.detach().clone(), torch.randn(64, device=device).half()
-    other = torch.cuda.Stream()
+    other, stats = torch.cuda.Stream(), running_stats(64)
     expected = start + bias.view(-1, 1, 1)
 
     def work():
@@ -101,7 +103,7 @@ def test_it_is_given_back_where_another_stream_reads(device):
         assert _C.add_channel_bias(x, bias)
         event = torch.cuda.current_stream().record_event()
         with own_kernels(), torch.autocast("cuda", torch.float16):
-            y = F.batch_norm(x, *running_stats(64), weight, bias_of_norm, training=True)
+            y = F.batch_norm(x, *stats, weight, bias_of_norm, training=True)
         other.wait_event(event)
         with torch.cuda.stream(other):
             copy = x.clone()
@@ -144,8 +146,9 @@ def train(device, precision, warmup, **options):
 @pytest.mark.parametrize("precision", HALVES)
 @pytest.mark.parametrize("options", [{}, {"memory_format": torch.channels_last}], ids=str)
 def test_replays_are_eager_steps(options, precision, device):
-    losses, values, step = train(device, precision, 3, **options)
-    eager_losses, eager_values, _ = train(device, precision, 50, **options)
+    with torch.backends.cudnn.flags(enabled=True, benchmark=False, deterministic=True):
+        losses, values, step = train(device, precision, 3, **options)
+        eager_losses, eager_values, _ = train(device, precision, 50, **options)
     assert step.captured and losses == eager_losses
     assert all(map(torch.equal, values, eager_values))
     kernels = " ".join(step.explain().kernels)

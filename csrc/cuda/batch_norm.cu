@@ -73,23 +73,26 @@ __device__ void finish(const BatchNorm& n, int channel, const Moments& m) {
   }
 }
 
-// Of a thread's channels: `bits` of the input, and of the residual if there is one, become those of
-// the output. Rounded where torch's separate operations would.
+// Of one row of a thread: what `bits` of the input, and of the residual if there is one, become.
+// Rounded where torch's separate operations would.
 template <typename scalar_t>
-__device__ NormBits normalised(const BatchNorm& n,
-                               const Normalise (&norm)[kNormVector],
-                               const NormBits& bits,
-                               const NormBits& residual_bits) {
+__device__ void write_row(const BatchNorm& n,
+                          const Normalise (&norm)[kNormVector],
+                          const NormBits& bits,
+                          const NormBits& residual_bits,
+                          int64_t place) {
   float x[kNormVector], residual[kNormVector];
   unpack<scalar_t>(bits, x);
   unpack<scalar_t>(residual_bits, residual);
 #pragma unroll
+  for (int k = 0; k < kNormVector; ++k) x[k] = rounded<scalar_t>(norm[k](x[k]));
+  if (n.sum != nullptr) write_bits<scalar_t>(n.output, place, pack<scalar_t>(x));
+#pragma unroll
   for (int k = 0; k < kNormVector; ++k) {
-    float y = rounded<scalar_t>(norm[k](x[k]));
-    if (n.residual != nullptr) y = rounded<scalar_t>(y + residual[k]);
-    x[k] = n.relu && y <= 0 ? 0.0f : y;
+    if (n.residual != nullptr) x[k] = rounded<scalar_t>(x[k] + residual[k]);
+    if (n.relu && x[k] <= 0) x[k] = 0;
   }
-  return pack<scalar_t>(x);
+  write_bits<scalar_t>(n.sum != nullptr ? n.sum : n.output, place, pack<scalar_t>(x));
 }
 
 // -- Two launches ---------------------------------------------------------------------------------
@@ -142,7 +145,7 @@ __global__ void __launch_bounds__(kNormThreads, 2)
       if (n.residual != nullptr) residual[u] = read_bits<scalar_t>(n.residual, place);
     });
     for_rows<kNormRows>(p, r, -p.lanes, n.channels, [&](int u, int64_t place) {
-      write_bits<scalar_t>(n.output, place, normalised<scalar_t>(n, norm, bits[u], residual[u]));
+      write_row<scalar_t>(n, norm, bits[u], residual[u], place);
     });
   }
 }
@@ -198,7 +201,7 @@ __global__ void __launch_bounds__(kNormThreads)
     norm[k].scale *= shared.second[p.in_tile + k];
   }
   for_rows<kHeldRows>(p, first, p.lanes, n.channels, [&](int u, int64_t place) {
-    write_bits<scalar_t>(n.output, place, normalised<scalar_t>(n, norm, bits[u], residual[u]));
+    write_row<scalar_t>(n, norm, bits[u], residual[u], place);
   });
   if (blockIdx.y == 0) {
     for_own_channel(t, n.channels, [&](int channel, int) { finish(n, channel, all); });

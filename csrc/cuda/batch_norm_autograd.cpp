@@ -9,11 +9,13 @@
 #include <ATen/ops/threshold_backward.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/utils.h>
+#include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/saved_variable.h>
 #include <torch/csrc/autograd/variable.h>
 #include <torch/library.h>
 
 #include <mutex>
+#include <utility>
 
 #include "../autocast_rules.h"
 #include "../autograd_node.h"
@@ -31,9 +33,15 @@ using OptionalTensor = std::optional<at::Tensor>;
 // `relu_(norm(x))` and `relu_(norm(x) += residual)` are what most convolutional networks consist
 // of. In a capture nothing has run yet, so what follows batch norm in place joins its kernel, as
 // long as that is the last node of the stream, which means that nobody has read the output before.
-// The node of autograd then stands for both: nobody can have seen the gradient between them either,
-// as there are no hooks. Every number is rounded where the separate operations would round it, so a
-// replay equals an eager step, in which nothing is joined.
+// The residual may be the one that was normalised last (`relu_(y += norm(x))`): its kernel then
+// writes the sum as well. The node of autograd stands for all that happened to its tensor: nobody
+// can have seen the gradients in between, as there are no hooks, and nothing else refers to it.
+// Every number is rounded where the separate operations would round it.
+//
+// Note [Two gradients]
+// Where a residual network's block ends, the gradient of the next block's residual and that of its
+// first convolution are added. If both blocks end in such a node, the former is handed over from
+// node to node instead of through autograd, and added by the kernel that reads the sum.
 struct NormState {
   SavedVariable input, weight, bias;
   SavedVariable result;  // if `relu`
@@ -41,7 +49,8 @@ struct NormState {
   double eps = 0;
   bool relu = false, residual = false;
 
-  // While something may still join: the kernel, what it does, and the output's version.
+  // While something may still join: the kernel that wrote the output, what it does, and the
+  // output's version.
   CapturedNode kernel;
   BatchNorm norm{};
   uint32_t version = 0;
@@ -65,6 +74,11 @@ struct BatchNormNode : Node {
 
  private:
   variable_list differentiable(const at::Tensor& grad);
+  bool hand_over(const at::Tensor& grad);
+  at::Tensor handed_over();
+
+  at::Tensor more_;     // what was handed over to this node,
+  int more_task_ = -1;  // in which call of backward
 };
 
 // Makes `y` the output of a node with this state.
@@ -81,6 +95,8 @@ variable_list BatchNormNode::apply(variable_list&& grads) {
   const std::lock_guard<std::mutex> lock(mutex_);
   const NormState& s = state;
   variable_list found(s.residual ? 4 : 3);
+  at::Tensor more = handed_over();
+  if (!grads[0].defined()) std::swap(grads[0], more);
   if (!grads[0].defined()) return found;
   if (at::GradMode::is_enabled()) return differentiable(grads[0]);
   const at::AutoDispatchBelowADInplaceOrView guard;
@@ -95,6 +111,7 @@ variable_list BatchNormNode::apply(variable_list&& grads) {
   BatchNormBackward n{};
   n.mask = joint ? NormMask::kOfResult : s.relu ? NormMask::kOfOutput : NormMask::kNone;
   n.grad = grad.const_data_ptr();
+  n.more_grad = more.defined() ? more.const_data_ptr() : nullptr;
   n.result = joint ? y.const_data_ptr() : nullptr;
   n.grad_residual = joint ? passed.mutable_data_ptr() : nullptr;
   n.grad_input = found[0].mutable_data_ptr();
@@ -106,8 +123,38 @@ variable_list BatchNormNode::apply(variable_list&& grads) {
   n.mean = s.mean.const_data_ptr<float>();
   n.invstd = s.invstd.const_data_ptr<float>();
   launch_batch_norm_backward(n, x);
-  if (s.residual) found[3] = passed;
+  if (s.residual && !hand_over(passed)) found[3] = passed;
   return found;
+}
+
+// See Note [Two gradients]. False where autograd has to do it.
+bool BatchNormNode::hand_over(const at::Tensor& grad) {
+  const auto& edge = next_edge(3);
+  auto* to = dynamic_cast<BatchNormNode*>(edge.function.get());
+  if (to == nullptr || to == this || !to->state.relu || !to->state.residual ||
+      !to->pre_hooks().empty() || !to->tensor_pre_hooks().empty() ||
+      !to->retains_grad_hooks().empty() || to->stream() != stream()) {
+    return false;
+  }
+  const auto* info = torch::autograd::get_current_graph_task_exec_info();
+  if (info != nullptr && !info->empty()) {  // only some gradients were asked for
+    const auto found = info->find(to);
+    if (found == info->end() || !found->second.needed_ || found->second.captures_ != nullptr) {
+      return false;
+    }
+  }
+  const std::lock_guard<std::mutex> lock(to->mutex_);
+  const int task = torch::autograd::get_current_graph_task_id();
+  if (task < 0 || (to->more_.defined() && to->more_task_ == task)) return false;
+  to->more_ = grad;
+  to->more_task_ = task;
+  return true;
+}
+
+at::Tensor BatchNormNode::handed_over() {
+  at::Tensor found = std::move(more_);
+  more_ = at::Tensor();  // what another call of backward has left is nobody's
+  return more_task_ == torch::autograd::get_current_graph_task_id() ? found : at::Tensor();
 }
 
 // For create_graph=True, from torch's own functions, each of which can be differentiated.
@@ -259,38 +306,62 @@ at::Tensor batch_norm(c10::DispatchKeySet keys,
 
 // -- What follows ---------------------------------------------------------------------------------
 
-// The batch norm whose kernel can still do what happens to its output `y` in place, and which
-// nothing but `y` refers to.
-BatchNormNode* open_norm(const at::Tensor& y) {
-  if (!within_step(y) || !at::GradMode::is_enabled() || !y.is_cuda()) return nullptr;
+const void* written_by(const BatchNorm& n) { return n.sum != nullptr ? n.sum : n.output; }
+
+// The node of a tensor that a captured batch norm has written last.
+BatchNormNode* node_of(const at::Tensor& y) {
+  if (!y.is_cuda()) return nullptr;
   const auto* meta = torch::autograd::impl::get_autograd_meta(y);
-  if (meta == nullptr || meta->is_view_ || !meta->hooks_.empty() ||
-      meta->grad_fn_.use_count() != 1 || y._fw_grad(0).defined()) {
-    return nullptr;
-  }
+  if (meta == nullptr || meta->is_view_ || y._fw_grad(0).defined()) return nullptr;
   auto* node = dynamic_cast<BatchNormNode*>(meta->grad_fn_.get());
-  if (node == nullptr || !node->pre_hooks().empty() || !node->post_hooks().empty() ||
-      !node->tensor_pre_hooks().empty() || !node->retains_grad_hooks().empty()) {
-    return nullptr;
-  }
+  if (node == nullptr || node->state.kernel.node == nullptr) return nullptr;
   const NormState& s = node->state;
-  const bool same = y._version() == s.version && y.const_data_ptr() == s.norm.output;
-  return same && !s.relu && is_last_node(s.kernel, y.device()) ? node : nullptr;
+  const bool same = y._version() == s.version && y.const_data_ptr() == written_by(s.norm);
+  return same ? node : nullptr;
+}
+
+// Whether nothing but `y` refers to its node, so that another one may take its place.
+bool is_owner(const at::Tensor& y, BatchNormNode& node) {
+  const auto* meta = torch::autograd::impl::get_autograd_meta(y);
+  return meta->grad_fn_.use_count() == 1 && meta->hooks_.empty() && node.pre_hooks().empty() &&
+         node.post_hooks().empty() && node.tensor_pre_hooks().empty() &&
+         node.retains_grad_hooks().empty();
 }
 
 void join(const at::Tensor& y, BatchNormNode& node, torch::autograd::edge_list&& edges) {
   NormState state = std::move(node.state);
   set_batch_norm(state.norm, state.kernel);
   state.relu = state.norm.relu;
-  state.residual = state.norm.residual != nullptr;
   torch::autograd::impl::bump_version(y);
   set_node(y, std::move(edges), std::move(state));
+}
+
+// The kernel that is to add `other` to `y`, which `node` belongs to: its own, or that of `other`.
+bool find_adder(BatchNormNode& node, const at::Tensor& other, at::Device device) {
+  NormState& s = node.state;
+  if (is_last_node(s.kernel, device)) {
+    s.norm.residual = other.const_data_ptr();
+    return true;
+  }
+  BatchNormNode* last = node_of(other);
+  if (last == nullptr || last->state.relu || last->state.residual ||
+      last->state.kernel.capture != s.kernel.capture || !is_last_node(last->state.kernel, device)) {
+    return false;
+  }
+  void* sum = s.norm.output;
+  s.kernel = std::exchange(last->state.kernel, {});  // nothing joins it on behalf of `other`
+  s.norm = last->state.norm;
+  s.norm.sum = sum;
+  s.norm.residual = sum;
+  return true;
 }
 
 using TorchRelu = at::Tensor&(at::Tensor& self);
 
 at::Tensor& relu_(c10::DispatchKeySet keys, at::Tensor& self) {
-  if (BatchNormNode* node = open_norm(self)) {
+  BatchNormNode* node = at::GradMode::is_enabled() && within_step(self) ? node_of(self) : nullptr;
+  if (node != nullptr && !node->state.relu && is_owner(self, *node) &&
+      is_last_node(node->state.kernel, self.device())) {
     node->state.norm.relu = true;
     join(self, *node, torch::autograd::edge_list(node->next_edges()));
     return self;
@@ -310,9 +381,11 @@ at::Tensor& add_(c10::DispatchKeySet keys,
                      other.strides() == self.strides() && !other.is_alias_of(self) &&
                      reinterpret_cast<uintptr_t>(other.const_data_ptr()) % 16 == 0 &&
                      alpha.equal(1);
-  BatchNormNode* node = alike ? open_norm(self) : nullptr;
-  if (node != nullptr && !node->state.residual) {
-    node->state.norm.residual = other.const_data_ptr();
+  BatchNormNode* node =
+      alike && at::GradMode::is_enabled() && within_step(self) ? node_of(self) : nullptr;
+  if (node != nullptr && !node->state.relu && !node->state.residual && is_owner(self, *node) &&
+      find_adder(*node, other, self.device())) {
+    node->state.residual = true;
     torch::autograd::edge_list edges(node->next_edges());
     edges.push_back(torch::autograd::impl::gradient_edge(other));
     join(self, *node, std::move(edges));

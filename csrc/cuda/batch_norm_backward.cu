@@ -57,6 +57,23 @@ __device__ __forceinline__ void mask(float (&grad)[kNormVector],
   }
 }
 
+// What backward reads of one row of a thread.
+struct GradRow {
+  NormBits input, grad, result, more;
+
+  template <typename scalar_t, NormMask MASK>
+  static __device__ GradRow read(const BatchNormBackward& n, int64_t place) {
+    GradRow row;
+    row.input = read_bits<scalar_t>(n.input, place);
+    row.grad = read_bits<scalar_t>(n.grad, place);
+    if (MASK == NormMask::kOfResult) {
+      row.result = read_bits<scalar_t>(n.result, place);
+      if (n.more_grad != nullptr) row.more = read_bits<scalar_t>(n.more_grad, place);
+    }
+    return row;
+  }
+};
+
 // Of a thread's rows.
 template <typename scalar_t, NormMask MASK>
 struct GradSums {
@@ -69,11 +86,17 @@ struct GradSums {
     for (int k = 0; k < kNormVector; ++k) norm[k] = normalise_of<MASK>(n, p.channel + k);
   }
   // Returns what passed.
-  __device__ NormBits add(const NormBits& inputs, const NormBits& grads, const NormBits& results) {
+  __device__ NormBits add(const BatchNormBackward& n, const GradRow& row) {
     float x[kNormVector], grad[kNormVector];
-    unpack<scalar_t>(inputs, x);
-    unpack<scalar_t>(grads, grad);
-    mask<scalar_t, MASK>(grad, x, norm, results);
+    unpack<scalar_t>(row.input, x);
+    unpack<scalar_t>(row.grad, grad);
+    if (MASK == NormMask::kOfResult && n.more_grad != nullptr) {
+      float more[kNormVector];
+      unpack<scalar_t>(row.more, more);
+#pragma unroll
+      for (int k = 0; k < kNormVector; ++k) grad[k] = rounded<scalar_t>(grad[k] + more[k]);
+    }
+    mask<scalar_t, MASK>(grad, x, norm, row.result);
 #pragma unroll
     for (int k = 0; k < kNormVector; ++k) {
       sum[k] += grad[k];
@@ -109,16 +132,16 @@ __global__ void __launch_bounds__(kNormThreads, 2)
   __shared__ NormShared shared;
   const auto p = NormPlace::of(t, n.rows, n.channels);
   GradSums<scalar_t, MASK> sums(n, p);
+  // As many bytes on their way, whatever a row has.
+  constexpr int ROWS = MASK == NormMask::kOfResult ? kNormRows / 2 : kNormRows;
 #pragma unroll 1
-  for (int64_t r = p.first + p.lane; r < p.last; r += kNormRows * p.lanes) {
-    NormBits inputs[kNormRows], grads[kNormRows], results[kNormRows];
-    for_rows<kNormRows>(p, r, p.lanes, n.channels, [&](int u, int64_t place) {
-      inputs[u] = read_bits<scalar_t>(n.input, place);
-      grads[u] = read_bits<scalar_t>(n.grad, place);
-      if (MASK == NormMask::kOfResult) results[u] = read_bits<scalar_t>(n.result, place);
+  for (int64_t r = p.first + p.lane; r < p.last; r += ROWS * p.lanes) {
+    GradRow rows[ROWS];
+    for_rows<ROWS>(p, r, p.lanes, n.channels, [&](int u, int64_t place) {
+      rows[u] = GradRow::read<scalar_t, MASK>(n, place);
     });
-    for_rows<kNormRows>(p, r, p.lanes, n.channels, [&](int u, int64_t place) {
-      const NormBits passed = sums.add(inputs[u], grads[u], results[u]);
+    for_rows<ROWS>(p, r, p.lanes, n.channels, [&](int u, int64_t place) {
+      const NormBits passed = sums.add(n, rows[u]);
       if (MASK == NormMask::kOfResult) write_bits<scalar_t>(n.grad_residual, place, passed);
     });
   }
@@ -175,11 +198,9 @@ __global__ void __launch_bounds__(kNormThreads)
   const auto cluster = cooperative_groups::this_cluster();
   const auto p = NormPlace::of(t, n.rows, n.channels);
   const int64_t first = p.first + p.lane;
-  NormBits inputs[kHeldRows], grads[kHeldRows], results[kHeldRows];
+  GradRow rows[kHeldRows];
   for_rows<kHeldRows>(p, first, p.lanes, n.channels, [&](int u, int64_t place) {
-    inputs[u] = read_bits<scalar_t>(n.input, place);
-    grads[u] = read_bits<scalar_t>(n.grad, place);
-    if (MASK == NormMask::kOfResult) results[u] = read_bits<scalar_t>(n.result, place);
+    rows[u] = GradRow::read<scalar_t, MASK>(n, place);
   });
   GradSums<scalar_t, MASK> sums(n, p);
   NormaliseBackward backward[kNormVector];
@@ -190,8 +211,8 @@ __global__ void __launch_bounds__(kNormThreads)
   float invstd = 0;
   for_own_channel(t, n.channels, [&](int channel, int) { invstd = n.invstd[channel]; });
   for_rows<kHeldRows>(p, first, p.lanes, n.channels, [&](int u, int64_t place) {
-    grads[u] = sums.add(inputs[u], grads[u], results[u]);
-    if (MASK == NormMask::kOfResult) write_bits<scalar_t>(n.grad_residual, place, grads[u]);
+    rows[u].grad = sums.add(n, rows[u]);
+    if (MASK == NormMask::kOfResult) write_bits<scalar_t>(n.grad_residual, place, rows[u].grad);
   });
   const NormSums own = sums.of_block(p, shared);
   if (threadIdx.x < t.tile_channels()) shared.of_block[threadIdx.x] = {own.grad, own.along};
@@ -215,8 +236,8 @@ __global__ void __launch_bounds__(kNormThreads)
   }
   for_rows<kHeldRows>(p, first, p.lanes, n.channels, [&](int u, int64_t place) {
     float x[kNormVector], grad[kNormVector];
-    unpack<scalar_t>(inputs[u], x);
-    unpack<scalar_t>(grads[u], grad);
+    unpack<scalar_t>(rows[u].input, x);
+    unpack<scalar_t>(rows[u].grad, grad);
     write_bits<scalar_t>(n.grad_input, place, input_grad<scalar_t>(backward, x, grad));
   });
   if (blockIdx.y == 0) {

@@ -10,11 +10,14 @@
 namespace torch_renaissance {
 namespace {
 
-constexpr int kThreads = 512;      // of a block
-constexpr int kRowsAtOnce = 4;     // of a thread
-constexpr int kWidest = 4;         // log2 of a tile's vectors: a run of 128 bytes
-constexpr int kNarrowest = 2;      // a sector of 32 bytes
-constexpr int kFewChannels = 128;  // whose tiles are narrower: the last block has less to add up
+constexpr int kThreads = 512;   // of a block
+constexpr int kRowsAtOnce = 4;  // of a thread
+constexpr int kWidest = 4;      // log2 of a tile's vectors: a run of 128 bytes
+constexpr int kNarrowest = 2;   // a sector of 32 bytes
+// Smaller matrices of few channels have narrower tiles: there the time of a tile's last block
+// counts, which adds up the chunks of all its channels, more than the length of runs.
+constexpr int kFewChannels = 128;
+constexpr int64_t kSmall = 16 << 20;  // numbers
 
 int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -50,18 +53,17 @@ NormTiling norm_tiling(int64_t rows, int channels) {
   const int64_t vectors = divide_up(channels, kNormVector), limit = cluster_limit();
   const int64_t multis = multiprocessors();
   const auto tiles_of = [&](int log2) { return divide_up(vectors, 1 << log2); };
-  if (limit > 1) {
-    // As wide as may be while there are blocks for all multiprocessors.
-    int log2 = std::min(kWidest, log2_up(vectors));
-    while (log2 > kNarrowest && tiles_of(log2) * limit < multis * 7 / 8) --log2;
+  // In a cluster, if all blocks run at once. The narrower the tiles, the smaller the clusters.
+  for (int log2 = std::min(kNarrowest, log2_up(vectors)); limit > 1 && log2 <= kWidest; ++log2) {
     const int64_t lanes = kThreads >> log2, tiles = tiles_of(log2);
     const int64_t least = divide_up(rows, lanes * kHeldRows);
-    const int64_t wanted = std::min(divide_up(rows, lanes * kRowsAtOnce), 2 * multis / tiles);
-    const int64_t chunks = int64_t{1} << log2_up(std::max<int64_t>({least, wanted, 1}));
-    if (chunks <= limit) return with_chunks(log2, tiles, rows, chunks, true);
-    if (least <= limit) return with_chunks(log2, tiles, rows, limit, true);
+    if (least > limit || least * tiles > multis) continue;
+    const int64_t enough = divide_up(rows, lanes * 2);
+    const int64_t chunks = std::min(enough, std::min(limit, multis / tiles));
+    return with_chunks(log2, tiles, rows, std::max(least, chunks), true);
   }
-  const int widest = channels <= kFewChannels ? kWidest - 1 : kWidest;
+  const bool narrow = channels <= kFewChannels && rows * channels < kSmall;
+  const int widest = narrow ? kWidest - 1 : kWidest;
   const int log2 = std::min(widest, log2_up(vectors));
   const int64_t lanes = kThreads >> log2, tiles = tiles_of(log2);
   const int64_t most = std::max<int64_t>(1, rows / (lanes * kRowsAtOnce));
