@@ -25,6 +25,8 @@ struct Backend {
   bool (*is_capturing)() = nullptr;
   // Adds a convolution's bias to its output, or does nothing and returns false. May be null.
   bool (*add_channel_bias)(const at::Tensor& output, const at::Tensor& bias) = nullptr;
+  // Its gradient, if that came with the output's; else undefined.
+  at::Tensor (*take_bias_grad)(const at::Tensor& grad) = nullptr;
 };
 
 inline Backend cpu_backend, cuda_backend;

@@ -42,6 +42,8 @@ struct BatchNormBackward {
   void* grad_input;
   const float *weight, *bias, *mean, *invstd;
   float *grad_weight, *grad_bias;
+  // Or null. With an `input_bias` in forward, its gradient: the sum of grad_input, as it is written.
+  void* grad_input_bias;
 };
 
 // Channels that a thread works on. With more, what it has to remember of each of them would leave

@@ -45,15 +45,22 @@ PYBIND11_MODULE(_C, m) {
       .def(py::init<const py::tuple&>())
       .def("add_results", &GraphCopies::add_results)
       .def("prepare", &GraphCopies::prepare);
-#ifdef TR_WITH_CUDA
-  m.def("graph_nodes", graph_nodes);
-  m.def("current_capture", current_capture);
-  m.def("settle_joins", settle_joins);
   m.def("add_channel_bias", [](const py::object& output, const py::object& bias) {
     const at::Tensor& y = unpack(output.ptr());
     const auto add = backend_of(y).add_channel_bias;
     return add != nullptr && add(y, unpack(bias.ptr()));
   });
+  m.def("take_bias_grad", [](const py::object& grad) -> py::object {
+    const at::Tensor& g = unpack(grad.ptr());
+    const auto take = backend_of(g).take_bias_grad;
+    const at::Tensor found = take != nullptr ? take(g) : at::Tensor();
+    if (!found.defined()) return py::none();
+    return wrap(found);
+  });
+#ifdef TR_WITH_CUDA
+  m.def("graph_nodes", graph_nodes);
+  m.def("current_capture", current_capture);
+  m.def("settle_joins", settle_joins);
 #endif
   m.attr("CONTROL_RESULTS") = int{kChainResults};
   m.attr("GRAD_NORM") = int{kGradNorm};

@@ -234,7 +234,10 @@ class _Conv(torch.autograd.Function):
             )
 
         def weights() -> tuple:
-            return gradients(False, *wanted)[1:]
+            of_weight, of_bias = wanted
+            of_norm = _C.take_bias_grad(grad) if of_bias else None
+            found = gradients(False, of_weight, of_bias and of_norm is None)
+            return found[1], found[2] if of_norm is None else of_norm
 
         found = ctx.beside.aside("conv", weights, ctx.names, (grad, x))
         of_x = gradients(ctx.needs_input_grad[0], False, False)[0]

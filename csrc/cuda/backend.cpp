@@ -74,7 +74,8 @@ const bool cuda_registered = [] {
                   Cuda::capture_copy,
                   Cuda::set_copy,
                   Cuda::is_capturing,
-                  add_channel_bias};
+                  add_channel_bias,
+                  take_bias_grad};
   return true;
 }();
 

@@ -23,7 +23,7 @@ struct MomentSums {
       if (n.input_bias != nullptr) {
         unpack<scalar_t>(read_bits<scalar_t>(n.input_bias, p.channel), bias);
 #pragma unroll
-        for (int k = 0; k < kNormVector; ++k) shift[k] += bias[k];
+        for (int k = 0; k < kNormVector; ++k) shift[k] = rounded<scalar_t>(shift[k] + bias[k]);
       }
     }
     if (n.input_bias != nullptr) __syncthreads();  // that row will be written

@@ -20,6 +20,7 @@
 #include "../autocast_rules.h"
 #include "../autograd_node.h"
 #include "batch_norm_launches.h"
+#include "channel_bias.h"
 
 namespace torch_renaissance {
 namespace {
@@ -122,7 +123,10 @@ variable_list BatchNormNode::apply(variable_list&& grads) {
   n.bias = b.const_data_ptr<float>();
   n.mean = s.mean.const_data_ptr<float>();
   n.invstd = s.invstd.const_data_ptr<float>();
-  launch_batch_norm_backward(n, x);
+  at::Tensor bias_grad;
+  const bool has_bias = s.norm.input_bias != nullptr;
+  launch_batch_norm_backward(n, x, has_bias ? &bias_grad : nullptr);
+  if (bias_grad.defined()) keep_bias_grad(found[0], bias_grad);
   if (s.residual && !hand_over(passed)) found[3] = passed;
   return found;
 }

@@ -154,13 +154,17 @@ __global__ void __launch_bounds__(kNormThreads, 2)
   for_own_channel(t, n.channels, [&](int channel, int) { finish(n, channel, total); });
 }
 
-template <typename scalar_t, NormMask MASK>
-__global__ void __launch_bounds__(kNormThreads, 2)
-    norm_grad_kernel(const __grid_constant__ BatchNormBackward n, const NormTiling t) {
-  // With a residual, the sums' launch has masked the gradient already.
-  constexpr NormMask LEFT = MASK == NormMask::kOfResult ? NormMask::kNone : MASK;
+// What has come before the launch that writes: with a residual, its gradient is masked already.
+template <NormMask MASK>
+constexpr NormMask kMaskLeft = MASK == NormMask::kOfResult ? NormMask::kNone : MASK;
+
+// Writes the gradient of the place's rows, and adds them to `sums`.
+template <typename scalar_t, NormMask MASK, bool SUMS>
+__device__ __forceinline__ void write_rows(const BatchNormBackward& n,
+                                           const NormPlace& p,
+                                           float (&sums)[kNormVector]) {
+  constexpr NormMask LEFT = kMaskLeft<MASK>;
   const void* of_norm = MASK == NormMask::kOfResult ? n.grad_residual : n.grad;
-  const auto p = NormPlace::of(t, n.rows, n.channels);
   if (p.first + p.lane >= p.last) return;
   Normalise norm[kNormVector];
   NormaliseBackward backward[kNormVector];
@@ -182,9 +186,41 @@ __global__ void __launch_bounds__(kNormThreads, 2)
       unpack<scalar_t>(inputs[u], x);
       unpack<scalar_t>(grads[u], grad);
       mask<scalar_t, LEFT>(grad, x, norm, {});
-      write_bits<scalar_t>(n.grad_input, place, input_grad<scalar_t>(backward, x, grad));
+      const NormBits bits = input_grad<scalar_t>(backward, x, grad);
+      write_bits<scalar_t>(n.grad_input, place, bits);
+      if (!SUMS) return;
+      unpack<scalar_t>(bits, grad);
+#pragma unroll
+      for (int k = 0; k < kNormVector; ++k) sums[k] += grad[k];
     });
   }
+}
+
+template <typename scalar_t, NormMask MASK>
+__global__ void __launch_bounds__(kNormThreads, 2)
+    norm_grad_kernel(const __grid_constant__ BatchNormBackward n, const NormTiling t) {
+  float unused[kNormVector];
+  write_rows<scalar_t, MASK, false>(n, NormPlace::of(t, n.rows, n.channels), unused);
+}
+
+template <typename scalar_t, NormMask MASK>
+__global__ void __launch_bounds__(kNormThreads, 2)
+    norm_grad_and_bias_kernel(const __grid_constant__ BatchNormBackward n,
+                              const NormTiling t,
+                              const NormScratch scratch) {
+  __shared__ NormShared shared;
+  const auto p = NormPlace::of(t, n.rows, n.channels);
+  float sums[kNormVector] = {}, none[kNormVector] = {};
+  write_rows<scalar_t, MASK, true>(n, p, sums);
+  const float2 own = add_lanes(sums, none, p, shared);
+  if (!is_last_of_tile(t, scratch, own, shared)) return;
+  const auto total =
+      add_chunks<NormSums>(t, scratch, shared, [](NormSums& all, float2 chunk, int, float2) {
+        all.add({chunk.x, chunk.y});
+      });
+  for_own_channel(t, n.channels, [&](int channel, int) {
+    static_cast<scalar_t*>(n.grad_input_bias)[channel] = static_cast<scalar_t>(total.grad);
+  });
 }
 
 // -- One launch -----------------------------------------------------------------------------------
@@ -256,6 +292,11 @@ cudaError_t launch(const BatchNormBackward& n,
     return launch_cluster(batch_norm_backward_cluster_kernel<scalar_t, MASK>, t, stream, n, t);
   }
   norm_sums_kernel<scalar_t, MASK><<<norm_grid(t), kNormThreads, 0, stream>>>(n, t, scratch);
+  if (n.grad_input_bias != nullptr) {
+    norm_grad_and_bias_kernel<scalar_t, MASK>
+        <<<norm_grid(t), kNormThreads, 0, stream>>>(n, t, scratch);
+    return cudaGetLastError();
+  }
   const NormTiling wide = widened(t, n.rows, n.channels);
   norm_grad_kernel<scalar_t, MASK><<<norm_grid(wide), kNormThreads, 0, stream>>>(n, wide);
   return cudaGetLastError();

@@ -100,18 +100,23 @@ CapturedNode launch_batch_norm(BatchNorm& n, const at::Tensor& x) {
   return last_node(stream);
 }
 
-void launch_batch_norm_backward(BatchNormBackward& n, const at::Tensor& x) {
+void launch_batch_norm_backward(BatchNormBackward& n, const at::Tensor& x, at::Tensor* bias_grad) {
   const c10::cuda::CUDAGuard guard(x.device());
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
   fill_sizes(n, x);
   const NormTiling tiling = norm_tiling(n.rows, n.channels);
   const Scratch scratch(tiling, x, stream);
+  if (bias_grad != nullptr && !tiling.cluster) {
+    *bias_grad = at::empty({n.channels}, x.options());
+    n.grad_input_bias = bias_grad->mutable_data_ptr();
+  }
   C10_CUDA_CHECK(batch_norm_backward_cuda(n, tiling, scratch.pointers, stream));
 }
 
 uint64_t current_capture() { return capture_of(c10::cuda::getCurrentCUDAStream()); }
 
 int64_t settle_joins(uint64_t capture) {
+  drop_bias_grad();  // it has memory of the graph's
   const std::lock_guard<std::mutex> lock(taken_mutex);
   const auto mine = [&](const TakenBias& t) { return t.kernel.capture == capture; };
   int64_t put_back = 0;

@@ -53,13 +53,15 @@ NormTiling norm_tiling(int64_t rows, int channels) {
   const int64_t vectors = divide_up(channels, kNormVector), limit = cluster_limit();
   const int64_t multis = multiprocessors();
   const auto tiles_of = [&](int log2) { return divide_up(vectors, 1 << log2); };
-  // In a cluster, if all blocks run at once. The narrower the tiles, the smaller the clusters.
+  // In clusters, if all surely run at once: half of the multiprocessors have place for them,
+  // however they are grouped. The narrower the tiles, the smaller the clusters.
+  const int64_t places = multis / 2;
   for (int log2 = std::min(kNarrowest, log2_up(vectors)); limit > 1 && log2 <= kWidest; ++log2) {
     const int64_t lanes = kThreads >> log2, tiles = tiles_of(log2);
     const int64_t least = divide_up(rows, lanes * kHeldRows);
-    if (least > limit || least * tiles > multis) continue;
+    if (least > limit || least * tiles > places) continue;
     const int64_t enough = divide_up(rows, lanes * 2);
-    const int64_t chunks = std::min(enough, std::min(limit, multis / tiles));
+    const int64_t chunks = std::min(enough, std::min(limit, places / tiles));
     return with_chunks(log2, tiles, rows, std::max(least, chunks), true);
   }
   const bool narrow = channels <= kFewChannels && rows * channels < kSmall;

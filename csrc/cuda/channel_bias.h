@@ -20,6 +20,12 @@ cudaError_t set_channel_bias_cuda(const ChannelBias& b, cudaGraphNode_t node);
 // they are not what the kernel takes.
 bool add_channel_bias(const at::Tensor& output, const at::Tensor& bias);
 
+// The bias' gradient, which came with `grad`, that of the output: kept until it is asked for, as
+// long as that is still the same tensor. Undefined where there is none.
+void keep_bias_grad(const at::Tensor& grad, const at::Tensor& bias_grad);
+at::Tensor take_bias_grad(const at::Tensor& grad);
+void drop_bias_grad();
+
 // The latest that this thread has captured: its node, and what the node does.
 struct CapturedBias {
   CapturedNode node;

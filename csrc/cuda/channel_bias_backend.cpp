@@ -4,6 +4,10 @@
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 
+#include <mutex>
+#include <optional>
+#include <utility>
+
 #include "channel_bias.h"
 
 namespace torch_renaissance {
@@ -24,7 +28,36 @@ bool takes(const at::Tensor& output, const at::Tensor& bias) {
          is_aligned(output) && is_aligned(bias);
 }
 
+struct KeptGrad {
+  c10::weak_intrusive_ptr<c10::TensorImpl> grad;
+  uint32_t version;
+  at::Tensor bias_grad;
+};
+
+std::mutex kept_mutex;
+std::optional<KeptGrad> kept;
+
 }  // namespace
+
+void keep_bias_grad(const at::Tensor& grad, const at::Tensor& bias_grad) {
+  const std::lock_guard<std::mutex> lock(kept_mutex);
+  kept.emplace(KeptGrad{c10::weak_intrusive_ptr<c10::TensorImpl>(grad.getIntrusivePtr()),
+                        grad._version(),
+                        bias_grad});
+}
+
+at::Tensor take_bias_grad(const at::Tensor& grad) {
+  const std::lock_guard<std::mutex> lock(kept_mutex);
+  const std::optional<KeptGrad> found = std::exchange(kept, std::nullopt);
+  const bool same = found && found->grad.lock().get() == grad.unsafeGetTensorImpl() &&
+                    found->version == grad._version();
+  return same ? found->bias_grad : at::Tensor();
+}
+
+void drop_bias_grad() {
+  const std::lock_guard<std::mutex> lock(kept_mutex);
+  kept.reset();
+}
 
 bool add_channel_bias(const at::Tensor& output, const at::Tensor& bias) {
   if (!takes(output, bias)) return false;
