@@ -124,6 +124,19 @@ def test_an_exception_leaves_modules_as_they_were():
     assert model.a.num_batches_tracked is tracked
 
 
+@pytest.mark.parametrize("with_norm", [False, True])
+def test_what_was_put_there_meanwhile_stays(with_norm):
+    layer = nn.Linear(6, 6)
+    roots = [layer, nn.BatchNorm1d(6)] if with_norm else [layer]
+    counts = BatchCounts(roots, roots)
+    vars(layer)["forward"] = stand_in = lambda x: 2 * x
+    x = torch.ones(2, 6)
+    with counts:
+        assert torch.equal(layer(x), 2 * x)
+    assert vars(layer)["forward"] is stand_in
+    assert not any("forward" in vars(m) for m in roots[1:])
+
+
 def test_forwards_of_the_programs_own_stay():
     model = net("cpu")
     model.a.forward = own = lambda input: input

@@ -28,18 +28,29 @@ class BatchCounts:
     def __init__(self, roots: Iterable[nn.Module], modules: Iterable[nn.Module]):
         self._norms = [m for m in modules if _counts(m)]
         self._roots = [m for m in roots if "forward" not in vars(m) and m not in self._norms]
+        self._before: list[tuple[nn.Module, Callable | None]] = []
         self._calls: Counter[Tensor] = Counter()
         self._depth = 0
 
     def __enter__(self) -> None:
+        if not self._norms:
+            return
         for module in self._norms:
-            vars(module)["forward"] = partial(self._norm, module)
-        for module in self._roots if self._norms else ():
-            vars(module)["forward"] = partial(self._root, module.forward)
+            self._put(module, partial(self._norm, module))
+        for module in self._roots:
+            self._put(module, partial(self._root, module.forward))
+
+    def _put(self, module: nn.Module, forward: Callable) -> None:
+        self._before.append((module, vars(module).get("forward")))
+        vars(module)["forward"] = forward
 
     def __exit__(self, *_) -> None:
-        for module in (*self._norms, *self._roots):
-            vars(module).pop("forward", None)
+        for module, forward in self._before:  # others may have put theirs there
+            if forward is None:
+                del vars(module)["forward"]
+            else:
+                vars(module)["forward"] = forward
+        self._before.clear()
 
     def _root(self, forward: Callable, *args, **kwargs):
         self._depth += 1
