@@ -38,6 +38,7 @@ CASES = [
     *(f"loader/{recipe}" for recipe in data_loaders.BATCH),
 ]
 MOST_BUFFERS = 256
+BUDGET = 40.0  # seconds for the turns of one augmentation on a GPU
 TOLERANCE = 1e-5
 
 
@@ -85,7 +86,7 @@ def buffers_for(moved: int, device: torch.device) -> int:
     return max(4, min(MOST_BUFFERS, timers.flush_bytes(device) // moved + 1))
 
 
-def measure_augment(name: str, device: torch.device, quick: bool) -> dict:
+def measure_augment(name: str, device: torch.device, quick: bool, seconds: float) -> dict:
     recipe, batch = AUGMENT[name]
     batch = min(batch, QUICK_IMAGES) if quick and device.type == "cpu" else batch
     first = stock.random_images(recipe, batch, device)
@@ -98,7 +99,7 @@ def measure_augment(name: str, device: torch.device, quick: bool) -> dict:
     calls = {"ours": ours} | stock.on_device(recipe, device)
     steps = {n: timers.Timed(lambda call=call: call(next(turns))) for n, call in calls.items()}
     # A host's moods last a second: many turns, and time enough for many moods.
-    rounds, budget, longest = (3, 0.02, timers.LONGEST) if quick else (150, 0.1, 40.0)
+    rounds, budget, longest = (3, 0.02, timers.LONGEST) if quick else (150, 0.1, seconds)
     taken = {"images": batch, "bytes": moved, "buffers": count, "check": check(recipe, first)}
     taken["us"] = {"b2b": timers.time_b2b(steps, device, rounds, budget, longest)}
     if device.type == "cuda":
@@ -129,10 +130,12 @@ def measure_cpu(recipe: str, quick: bool) -> dict:
 
 class Data(common.Benchmark):
     description = "Time augmentation and loaders."
-    settings = ("precision", "cases")
+    settings = ("precision", "budget", "cases")
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--cases", help=f"comma-separated, of: {', '.join(CASES)}")
+        helps = f"seconds for the timing of one augmentation; {BUDGET:g}"
+        parser.add_argument("--budget", type=float, default=BUDGET, help=helps)
         parser.add_argument(
             "--precision", choices=variants_of.DTYPES, help="of steps: fp16; on a CPU fp32"
         )
@@ -140,6 +143,8 @@ class Data(common.Benchmark):
     def complete(self, args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
         args.precision = args.precision or ("fp16" if args.device == "cuda" else "fp32")
         args.cases = common.names(args.cases, CASES, parser) or CASES
+        if not args.budget > 0:
+            parser.error(f"--budget {args.budget}: must be more than 0 seconds")
 
     def new_record(self) -> dict:
         return {"key": f"{self.args.device}/{self.args.precision}"}
@@ -148,7 +153,7 @@ class Data(common.Benchmark):
         progress(case)
         kind, name = case.split("/")
         if kind == "augment":
-            taken = measure_augment(name, self.device, self.args.quick)
+            taken = measure_augment(name, self.device, self.args.quick, self.args.budget)
         elif kind == "cpu":
             taken = measure_cpu(name, self.args.quick)
         else:
