@@ -3,8 +3,6 @@
 // program without one keeps torch's dispatch as it is.
 #include "autocast_rules.h"
 
-#include <torch/library.h>
-
 #include <atomic>
 
 namespace torch_renaissance {
@@ -17,6 +15,7 @@ bool register_rules() {
   static torch::Library aten(
       torch::Library::IMPL, "aten", c10::DispatchKey::AutocastCUDA, __FILE__, __LINE__);
   register_batch_norm(aten);
+  register_joins(aten);
   register_max_pool(aten);
   return true;
 }

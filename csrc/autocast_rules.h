@@ -6,10 +6,9 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/core/DispatchKeySet.h>
+#include <torch/library.h>
 
-namespace torch {
-class Library;
-}
+#include <string>
 
 namespace torch_renaissance {
 
@@ -36,6 +35,19 @@ auto find_op(const char* name, const char* overload) {
 
 // Add the rules for torch's functions to a library at AutocastCUDA.
 void register_batch_norm(torch::Library& aten);
+void register_joins(torch::Library& aten);  // of what follows batch norm in place
 void register_max_pool(torch::Library& aten);
+
+// Adds one of them. Torch has had none for these functions so far; one that it gets stays.
+template <typename Rule>
+void add_rule(torch::Library& aten,
+              const std::string& name,
+              const std::string& overload,
+              Rule rule) {
+  const auto op =
+      c10::Dispatcher::singleton().findSchemaOrThrow(("aten::" + name).c_str(), overload.c_str());
+  if (op.hasKernelForDispatchKey(c10::DispatchKey::AutocastCUDA)) return;
+  aten.impl((overload.empty() ? name : name + "." + overload).c_str(), rule);
+}
 
 }  // namespace torch_renaissance

@@ -42,7 +42,8 @@ struct BatchNormBackward {
   void* grad_input;
   const float *weight, *bias, *mean, *invstd;
   float *grad_weight, *grad_bias;
-  // Or null. With an `input_bias` in forward, its gradient: the sum of grad_input, as it is written.
+  // Or null. With an `input_bias` in forward, its gradient: the sum of grad_input, as it is
+  // written.
   void* grad_input_bias;
 };
 
@@ -50,5 +51,6 @@ struct BatchNormBackward {
 // no registers for rows on their way.
 inline constexpr int kNormVector = 4;
 inline constexpr int kMostNormChannels = 4096;
+inline constexpr int kMostNormRows = 1 << 30;
 
 }  // namespace torch_renaissance

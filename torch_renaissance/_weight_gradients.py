@@ -203,8 +203,10 @@ class _Linear(torch.autograd.Function):
 
 def _adds_bias_last(x: Tensor, weight: Tensor, bias_sizes: list[int], how: tuple) -> bool:
     """Whether torch adds the bias to the output of a convolution without one, rounded."""
+    if not x.is_cuda:
+        return False
     backend = torch._C._select_conv_backend(x, weight, None, *how, bias_sizes)
-    return x.is_cuda and backend == torch._C._ConvBackend.Cudnn
+    return backend == torch._C._ConvBackend.Cudnn
 
 
 class _Conv(torch.autograd.Function):

@@ -82,7 +82,7 @@ struct NormPlace {
     p.channel = blockIdx.x * t.tile_channels() + p.in_tile;
     p.first = blockIdx.y * t.rows_per_chunk;
     p.last = min(p.first + t.rows_per_chunk, rows);
-    if (p.channel >= channels) p.lane = 1 << 30;  // beyond the last channel, and the last row
+    if (p.channel >= channels) p.lane = kMostNormRows;  // beyond the last channel, and the last row
     return p;
   }
 };

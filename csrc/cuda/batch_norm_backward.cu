@@ -47,13 +47,14 @@ __device__ __forceinline__ void mask(float (&grad)[kNormVector],
                                      const float (&x)[kNormVector],
                                      const Normalise (&norm)[kNormVector],
                                      const NormBits& results) {
-  if constexpr (MASK == NormMask::kNone) return;
-  float result[kNormVector];
-  if constexpr (MASK == NormMask::kOfResult) unpack<scalar_t>(results, result);
+  if constexpr (MASK != NormMask::kNone) {
+    float result[kNormVector];
+    if constexpr (MASK == NormMask::kOfResult) unpack<scalar_t>(results, result);
 #pragma unroll
-  for (int k = 0; k < kNormVector; ++k) {
-    if constexpr (MASK == NormMask::kOfOutput) result[k] = rounded<scalar_t>(norm[k](x[k]));
-    grad[k] = result[k] <= 0 ? 0.0f : grad[k];
+    for (int k = 0; k < kNormVector; ++k) {
+      if constexpr (MASK == NormMask::kOfOutput) result[k] = rounded<scalar_t>(norm[k](x[k]));
+      grad[k] = result[k] <= 0 ? 0.0f : grad[k];
+    }
   }
 }
 

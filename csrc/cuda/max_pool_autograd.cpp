@@ -236,11 +236,6 @@ at::Tensor max_pool2d(c10::DispatchKeySet keys,
 
 }  // namespace
 
-void register_max_pool(torch::Library& aten) {
-  // torch has had no rule of its own so far. One that it gets stays.
-  const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("aten::max_pool2d", "");
-  if (op.hasKernelForDispatchKey(c10::DispatchKey::AutocastCUDA)) return;
-  aten.impl("max_pool2d", max_pool2d);
-}
+void register_max_pool(torch::Library& aten) { add_rule(aten, "max_pool2d", "", max_pool2d); }
 
 }  // namespace torch_renaissance

@@ -16,7 +16,8 @@ struct Moments {
   // From sums of x - shift and of its square, where the shift is one of the numbers: what cancels
   // is their spread, not their distance from zero.
   static TR_HOST_DEVICE Moments of(float shift, float sum, float sum_of_squares, float n) {
-    return {shift + sum / n, std::fmax(sum_of_squares - sum * (sum / n), 0.0f)};
+    const float squares = sum_of_squares - sum * (sum / n);
+    return {shift + sum / n, squares < 0 ? 0.0f : squares};  // a NaN stays
   }
 };
 

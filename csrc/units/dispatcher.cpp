@@ -13,8 +13,10 @@
 #include "../order.cpp"
 #ifdef TR_WITH_CUDA
 #include "../cuda/backend.cpp"
-#include "../cuda/batch_norm_autograd.cpp"
+#include "../cuda/batch_norm_joins.cpp"
 #include "../cuda/batch_norm_launches.cpp"
+#include "../cuda/batch_norm_node.cpp"
+#include "../cuda/batch_norm_rule.cpp"
 #include "../cuda/channel_bias_backend.cpp"
 #include "../cuda/cross_entropy_backend.cpp"
 #include "../cuda/max_pool_autograd.cpp"

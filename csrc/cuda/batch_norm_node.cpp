@@ -1,0 +1,139 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// Batch norm's backward: one kernel or two, and torch's own functions where those don't do.
+//
+// Note [Two gradients]
+// Where a residual network's block ends, the gradient of the next block's residual and that of its
+// first convolution are added. If both blocks end in such a node, the former is handed over from
+// node to node instead of through autograd, and added by the kernel that reads the sum.
+#include "batch_norm_node.h"
+
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/native_batch_norm_backward.h>
+#include <ATen/ops/threshold_backward.h>
+#include <torch/csrc/autograd/graph_task.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <utility>
+
+#include "../autocast_rules.h"
+#include "../autograd_node.h"
+#include "channel_bias.h"
+
+namespace torch_renaissance {
+
+using torch::autograd::variable_list;
+
+void set_node(const at::Tensor& y, torch::autograd::edge_list&& edges, NormState&& state) {
+  const auto node = make_node<BatchNormNode>(std::move(edges));
+  node->state = std::move(state);
+  node->state.version = y._version();
+  if (node->state.relu) node->state.result = torch::autograd::SavedVariable(y, /*is_output=*/true);
+  const uint32_t place = node->add_input_metadata(y);
+  torch::autograd::impl::set_gradient_edge(y, {node, place});
+}
+
+bool is_plain(const at::Tensor& t) {
+  return t.defined() && t.is_cuda() && t.layout() == at::kStrided && !t._fw_grad(0).defined() &&
+         !t.key_set().has_any(c10::python_ks);
+}
+
+at::MemoryFormat format_of_rows(const at::Tensor& t) {
+  return t.dim() == 4   ? at::MemoryFormat::ChannelsLast
+         : t.dim() == 5 ? at::MemoryFormat::ChannelsLast3d
+                        : at::MemoryFormat::Contiguous;
+}
+
+variable_list BatchNormNode::apply(variable_list&& grads) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const NormState& s = state;
+  variable_list found(s.residual ? 4 : 3);
+  at::Tensor more = handed_over();
+  if (!grads[0].defined()) std::swap(grads[0], more);
+  if (!grads[0].defined()) return found;
+  if (at::GradMode::is_enabled() || !is_plain(grads[0]) || transforms_active()) {
+    return by_torch(grads[0]);
+  }
+  const at::AutoDispatchBelowADInplaceOrView guard;
+  const at::Tensor x = s.input.unpack(), w = s.weight.unpack(), b = s.bias.unpack();
+  const at::Tensor grad = grads[0].to(x.scalar_type()).contiguous(format_of_rows(x));
+  const at::Tensor y = s.relu ? s.result.unpack(pointer_to(this)) : at::Tensor();
+  const bool joint = s.relu && s.residual;
+  const at::Tensor passed = joint ? at::empty_like(x) : grad;
+  found[0] = at::empty_like(x);
+  found[1] = at::empty_like(w);
+  found[2] = at::empty_like(b);
+  BatchNormBackward n{};
+  n.mask = joint ? NormMask::kOfResult : s.relu ? NormMask::kOfOutput : NormMask::kNone;
+  n.grad = grad.const_data_ptr();
+  n.more_grad = more.defined() ? more.const_data_ptr() : nullptr;
+  n.result = joint ? y.const_data_ptr() : nullptr;
+  n.grad_residual = joint ? passed.mutable_data_ptr() : nullptr;
+  n.grad_input = found[0].mutable_data_ptr();
+  n.grad_weight = found[1].mutable_data_ptr<float>();
+  n.grad_bias = found[2].mutable_data_ptr<float>();
+  n.input = x.const_data_ptr();
+  n.weight = w.const_data_ptr<float>();
+  n.bias = b.const_data_ptr<float>();
+  n.mean = s.mean.const_data_ptr<float>();
+  n.invstd = s.invstd.const_data_ptr<float>();
+  at::Tensor bias_grad;
+  const bool has_bias = s.norm.input_bias != nullptr;
+  launch_batch_norm_backward(n, x, has_bias ? &bias_grad : nullptr);
+  if (bias_grad.defined()) keep_bias_grad(found[0], bias_grad);
+  if (s.residual && !hand_over(passed)) found[3] = passed;
+  return found;
+}
+
+// See Note [Two gradients]. False where autograd has to do it.
+bool BatchNormNode::hand_over(const at::Tensor& grad) {
+  const auto& edge = next_edge(3);
+  auto* to = dynamic_cast<BatchNormNode*>(edge.function.get());
+  if (to == nullptr || to == this || !to->state.relu || !to->state.residual ||
+      !to->pre_hooks().empty() || !to->tensor_pre_hooks().empty() ||
+      !to->retains_grad_hooks().empty() || to->stream() != stream()) {
+    return false;
+  }
+  const auto* info = torch::autograd::get_current_graph_task_exec_info();
+  if (info != nullptr && !info->empty()) {  // only some gradients were asked for
+    const auto found = info->find(to);
+    if (found == info->end() || !found->second.needed_ || found->second.captures_ != nullptr) {
+      return false;
+    }
+  }
+  const std::lock_guard<std::mutex> lock(to->mutex_);
+  const int task = torch::autograd::get_current_graph_task_id();
+  if (task < 0 || (to->more_.defined() && to->more_task_ == task)) return false;
+  to->more_ = grad;
+  to->more_task_ = task;
+  return true;
+}
+
+at::Tensor BatchNormNode::handed_over() {
+  at::Tensor found = std::move(more_);
+  more_ = at::Tensor();  // what another call of backward has left is nobody's
+  return more_task_ == torch::autograd::get_current_graph_task_id() ? found : at::Tensor();
+}
+
+// For create_graph=True and for batches of gradients: from torch's own functions.
+variable_list BatchNormNode::by_torch(const at::Tensor& grad) {
+  const NormState& s = state;
+  const at::Tensor x = s.input.unpack(), w = s.weight.unpack();
+  at::Tensor passed = grad.to(x.scalar_type());
+  if (s.relu) passed = at::threshold_backward(passed, s.result.unpack(pointer_to(this)), 0);
+  const auto [of_x, of_weight, of_bias] = at::native_batch_norm_backward(passed,
+                                                                         x,
+                                                                         w,
+                                                                         s.running_mean,
+                                                                         s.running_var,
+                                                                         s.mean,
+                                                                         s.invstd,
+                                                                         true,
+                                                                         s.eps,
+                                                                         {true, true, true});
+  variable_list found{of_x, of_weight, of_bias};
+  if (s.residual) found.push_back(passed);
+  return found;
+}
+
+}  // namespace torch_renaissance
