@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from batch_norms import FOLLOWS, HALVES, make_inputs, norm_add_relu, norm_alone, replay, run
 from testing import DEVICES
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import torch_renaissance as tr
 from torch_renaissance import _precision
@@ -190,6 +191,24 @@ def test_gradients_of_residuals(function, shape, device):
             assert (ours.float() - eager.float()).norm() <= 2e-3 * eager.float().norm()
     else:
         assert all(map(torch.equal, found, expected))
+
+
+def checkpointed(*args):
+    return checkpoint(blocks, *args, use_reentrant=False, preserve_rng_state=False)
+
+
+def with_saved_tensors_hooks(*args):
+    with torch.autograd.graph.saved_tensors_hooks(torch.clone, torch.clone):
+        return blocks(*args)
+
+
+@pytest.mark.parametrize("function", [checkpointed, with_saved_tensors_hooks])
+def test_hooks_on_saved_tensors(function, device):
+    inputs, grad = make_inputs((8, 64, 6, 6), torch.float16)
+    expected = run(blocks, inputs, grad)
+    found, _ = replay(function, inputs, grad)
+    assert torch.equal(found[0], expected[0])  # running statistics move twice in a checkpoint
+    assert all(map(torch.equal, found[3:], expected[3:]))
 
 
 @pytest.mark.parametrize("twice", [False, True])

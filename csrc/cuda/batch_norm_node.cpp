@@ -54,10 +54,11 @@ variable_list BatchNormNode::apply(variable_list&& grads) {
   if (at::GradMode::is_enabled() || !is_plain(grads[0]) || transforms_active()) {
     return by_torch(grads[0]);
   }
-  const at::AutoDispatchBelowADInplaceOrView guard;
+  // Before the guard: hooks on saved tensors, as those of checkpoints, run with autograd.
   const at::Tensor x = s.input.unpack(), w = s.weight.unpack(), b = s.bias.unpack();
-  const at::Tensor grad = grads[0].to(x.scalar_type()).contiguous(format_of_rows(x));
   const at::Tensor y = s.relu ? s.result.unpack(pointer_to(this)) : at::Tensor();
+  const at::AutoDispatchBelowADInplaceOrView guard;
+  const at::Tensor grad = grads[0].to(x.scalar_type()).contiguous(format_of_rows(x));
   const bool joint = s.relu && s.residual;
   const at::Tensor passed = joint ? at::empty_like(x) : grad;
   found[0] = at::empty_like(x);
