@@ -84,7 +84,7 @@ def host_time(run: Run, device: torch.device) -> float:
 def time_rounds(
     runs: dict[str, Run], device: torch.device, rounds: int, budget: float
 ) -> dict[str, dict]:
-    """Turns of many runs with one synchronize, A B C A B C …, in about `budget` seconds.
+    """Turns of many runs with one synchronize, A B C C B A …, in about `budget` seconds.
 
     A run that raises on the way gets its reason instead of times, and no further turn.
     """
@@ -104,15 +104,17 @@ def time_rounds(
 
     start = time.perf_counter()
     with timers.no_garbage_collection():
-        for done, (name, run) in itertools.product(range(rounds), runs.items()):
-            late = time.perf_counter() - start > 2 * budget
-            if done >= LEAST_ROUNDS and late and name == next(iter(runs)):
+        for done in range(rounds):
+            if done >= LEAST_ROUNDS and time.perf_counter() - start > 2 * budget:
                 break
-            try:
-                if name not in failed:
-                    take(name, run)
-            except Exception as error:
-                failed[name] = {"failed": reason(error)}
+            # There and back: how hot a GPU is when a turn begins depends on the turn before.
+            turns = list(runs.items())
+            for name, run in turns if done % 2 == 0 else reversed(turns):
+                try:
+                    if name not in failed:
+                        take(name, run)
+                except Exception as error:
+                    failed[name] = {"failed": reason(error)}
     found = {}
     for name in (n for n in runs if n not in failed):
         found[name] = {"us": timers.summary(walls[name]), "repeats": repeats[name]}

@@ -14,6 +14,7 @@ from torch_renaissance.ab import models
 from torch_renaissance.ab.compare import Comparison
 from torch_renaissance.ab.measure import Times
 from torch_renaissance.ab.report import AbResult, Row
+from torch_renaissance.ab.run import layout_notes
 from torch_renaissance.ab.setting import Setting
 from torch_renaissance.ab.variants import COMPILED, VARIANTS
 
@@ -144,3 +145,25 @@ def test_why_a_variant_is_left_out_names_all_that_is_in_its_way():
         expected, timing, left, budget = found
         assert expected + timing > left and left <= budget == 10.0
         assert timing == pytest.approx(3.5), "35 % of the budget"
+
+
+GPU, CPU = torch.device("cuda"), torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("device", "precision", "channels_last", "said"),
+    [
+        (GPU, "fp16", False, True),
+        (GPU, "bf16", False, True),
+        (GPU, "fp16", True, False),
+        (GPU, "fp32", False, False),
+        (CPU, "bf16", False, False),
+    ],
+)
+def test_a_memory_format_that_is_slower_is_named(device, precision, channels_last, said):
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Conv2d(8, 8, 1))
+    if channels_last:
+        model.to(memory_format=torch.channels_last)
+    found = layout_notes(model, device, precision)
+    assert ["--channels-last" in note for note in found] == [True] * said
+    assert layout_notes(nn.Linear(3, 3), device, precision) == []
