@@ -125,8 +125,8 @@ def layout_notes(model: nn.Module, device: torch.device, precision: str) -> list
     if all(w.is_contiguous(memory_format=torch.channels_last) for w in weights):
         return []
     return [
-        "Not in torch.channels_last (--channels-last), in which 16-bit convolutions are faster on a "
-        "GPU, and which this package's batch norm and pooling are for."
+        "Not in torch.channels_last (--channels-last), in which 16-bit convolutions are faster on "
+        "a GPU, and which this package's batch norm and pooling are for."
     ]
 
 
