@@ -156,13 +156,31 @@ def test_units_are_parts_that_exist_and_nothing_else():
         assert all(header.endswith(unit.suffix) for header in includes(unit)), unit.name
 
 
+UNITS = CSRC / "units"
+
+
 def parts_of(unit):
-    return {(CSRC / "units" / header).resolve() for header in includes(CSRC / "units" / unit)}
+    return {(UNITS / header).resolve() for header in includes(UNITS / unit)}
+
+
+def included_by_these_alone(parts):
+    """They, and the headers that no other file includes."""
+    files = [f for f in CSRC.rglob("*") if f.is_file()]
+    by = {f: {(f.parent / h).resolve() for h in includes(f)} for f in files if f.parent != UNITS}
+    found, before = set(parts), set()
+    while found != before:
+        before = set(found)
+        for header in (f for f in files if f.suffix == ".h"):
+            users = {f for f, headers in by.items() if header in headers}
+            if users and users <= found:
+                found.add(header)
+    return found
 
 
 def test_headers_that_take_long_are_included_once():
     """Each would add seconds to every file that includes it."""
-    dispatcher = parts_of("dispatcher.cpp")
+    dispatcher = included_by_these_alone(parts_of("dispatcher.cpp"))
+    assert CSRC / "autocast_rules.h" in dispatcher and CSRC / "backend.h" not in dispatcher
     heavy = {"torch/library.h", "ATen/core/dispatch/Dispatcher.h"}
     light = {"torch/csrc/autograd/anomaly_mode.h"}
     for file in (f for f in CSRC.rglob("*") if f.is_file()):

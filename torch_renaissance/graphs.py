@@ -109,6 +109,7 @@ class Pool:
             _C.settle_joins(capture)
             graph.instantiate()
         except BaseException as error:
+            _C.settle_joins(0)  # of none, but lets go of what the attempt has kept
             graph.reset()
             randoms.restore()
             torch.cuda.synchronize(self.device)
