@@ -16,6 +16,7 @@ bool register_rules() {
       torch::Library::IMPL, "aten", c10::DispatchKey::AutocastCUDA, __FILE__, __LINE__);
   register_batch_norm(aten);
   register_joins(aten);
+  register_relu(aten);
   register_max_pool(aten);
   return true;
 }

@@ -36,6 +36,7 @@ auto find_op(const char* name, const char* overload) {
 // Add the rules for torch's functions to a library at AutocastCUDA.
 void register_batch_norm(torch::Library& aten);
 void register_joins(torch::Library& aten);  // of what follows batch norm in place
+void register_relu(torch::Library& aten);   // after batch norm
 void register_max_pool(torch::Library& aten);
 
 // Adds one of them. Torch has had none for these functions so far; one that it gets stays.

@@ -5,7 +5,16 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from batch_norms import FOLLOWS, HALVES, make_inputs, norm_add_relu, norm_alone, replay, run
+from batch_norms import (
+    FOLLOWS,
+    HALVES,
+    make_inputs,
+    norm_add,
+    norm_add_relu,
+    norm_alone,
+    replay,
+    run,
+)
 from testing import DEVICES
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -191,6 +200,38 @@ def test_gradients_of_residuals(function, shape, device):
             assert (ours.float() - eager.float()).norm() <= 2e-3 * eager.float().norm()
     else:
         assert all(map(torch.equal, found, expected))
+
+
+def with_own_results(x, weight, bias, residual, stats):
+    """ReLUs that leave their input, which backward's kernels take over all the same."""
+    for _ in range(2):
+        y = F.relu(norm_alone(x * residual, weight, bias, residual, stats))
+        residual = F.relu(norm_add(y, weight, bias, residual, stats))
+    return residual
+
+
+def with_a_used_input(x, weight, bias, residual, stats):
+    y = norm_alone(x, weight, bias, residual, stats)
+    return F.relu(y) + y * residual
+
+
+def with_an_input_that_changes(x, weight, bias, residual, stats):
+    y = norm_add(x, weight, bias, residual, stats)
+    z = F.relu(y)
+    return y.mul_(2) + z
+
+
+SEPARATE = [with_own_results, with_a_used_input, with_an_input_that_changes]
+
+
+@pytest.mark.parametrize("function", SEPARATE)
+@pytest.mark.parametrize("shape", [(8, 64, 6, 6), (32, 64, 112, 112)], ids=str)
+def test_relu_with_a_result_of_its_own(function, shape, device):
+    inputs, grad = make_inputs(shape, torch.float16)
+    found, nodes = replay(function, inputs, grad)
+    assert all(map(torch.equal, found, run(function, inputs, grad)))
+    if function is with_own_results:
+        assert not [name for name in nodes if "threshold" in name]
 
 
 def checkpointed(*args):

@@ -21,20 +21,6 @@
 namespace torch_renaissance {
 namespace {
 
-const void* written_by(const BatchNorm& n) { return n.sum != nullptr ? n.sum : n.output; }
-
-// The node of a tensor that a captured batch norm has written last.
-BatchNormNode* node_of(const at::Tensor& y) {
-  if (!y.is_cuda()) return nullptr;
-  const auto* meta = torch::autograd::impl::get_autograd_meta(y);
-  if (meta == nullptr || meta->is_view_ || y._fw_grad(0).defined()) return nullptr;
-  auto* node = dynamic_cast<BatchNormNode*>(meta->grad_fn_.get());
-  if (node == nullptr || node->state.kernel.node == nullptr) return nullptr;
-  const NormState& s = node->state;
-  const bool same = y._version() == s.version && y.const_data_ptr() == written_by(s.norm);
-  return same ? node : nullptr;
-}
-
 // Whether nothing but `y` refers to its node, so that another one may take its place.
 bool is_owner(const at::Tensor& y, BatchNormNode& node) {
   const auto* meta = torch::autograd::impl::get_autograd_meta(y);
@@ -73,7 +59,7 @@ bool find_adder(BatchNormNode& node, const at::Tensor& other, at::Device device)
   return true;
 }
 
-using TorchRelu = at::Tensor&(at::Tensor& self);
+using TorchReluInPlace = at::Tensor&(at::Tensor& self);
 
 at::Tensor& relu_(c10::DispatchKeySet keys, at::Tensor& self) {
   BatchNormNode* node = at::GradMode::is_enabled() && within_step(self) ? node_of(self) : nullptr;
@@ -83,7 +69,7 @@ at::Tensor& relu_(c10::DispatchKeySet keys, at::Tensor& self) {
     join(self, *node, torch::autograd::edge_list(node->next_edges()));
     return self;
   }
-  static const auto op = find_op<TorchRelu>("aten::relu_", "");
+  static const auto op = find_op<TorchReluInPlace>("aten::relu_", "");
   return op.redispatch(keys & kBelowAutocast, self);
 }
 

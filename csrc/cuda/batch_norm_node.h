@@ -7,8 +7,8 @@
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/saved_variable.h>
 
-#include <mutex>
 #include <string>
+#include <utility>
 
 #include "batch_norm_launches.h"
 
@@ -30,35 +30,58 @@ struct NormState {
   uint32_t version = 0;
 };
 
-struct BatchNormNode : torch::autograd::Node {
-  using variable_list = torch::autograd::variable_list;
+// What a node gets beside autograd, in one call of backward; see Note [Beside autograd].
+struct Handed {
+  at::Tensor grad;    // of ReLU's result, and
+  at::Tensor result;  // that; or neither
+  at::Tensor more;    // to be added
+};
 
+class JointNode : public torch::autograd::Node {
+ public:
+  using variable_list = torch::autograd::variable_list;
+  using Node::Node;
+
+  // Whether this node has a kernel that adds `more` of what is handed over.
+  virtual bool adds(const Handed& handed) const = 0;
+
+  // Hands over to the node of `edge` what `from` would else return for it. False where autograd has
+  // to do it.
+  static bool hand_over(Node& from, const torch::autograd::Edge& edge, Handed handed);
+
+ protected:
+  Handed handed();  // to this node, in this call of backward
+
+ private:
+  bool may_take_from(Node& from);
+
+  Handed handed_;
+  int task_ = -1;  // which call of backward that was
+};
+
+class BatchNormNode : public JointNode {
+ public:
   NormState state;
 
-  explicit BatchNormNode(torch::autograd::edge_list&& edges) : Node(std::move(edges)) {}
+  using JointNode::JointNode;
+  explicit BatchNormNode(torch::autograd::edge_list&& edges) : JointNode(std::move(edges)) {}
 
   std::string name() const override { return "torch_renaissance::BatchNormBackward"; }
-
-  void release_variables() override {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    for (auto* saved : {&state.input, &state.weight, &state.bias, &state.result}) {
-      saved->reset_data();
-    }
+  bool adds(const Handed& handed) const override {
+    return state.residual && (state.relu || handed.result.defined());
   }
-
+  void release_variables() override;
   variable_list apply(variable_list&& grads) override;
 
  private:
   variable_list by_torch(const at::Tensor& grad);
-  bool hand_over(const at::Tensor& grad);
-  at::Tensor handed_over();
-
-  at::Tensor more_;     // what was handed over to this node,
-  int more_task_ = -1;  // in which call of backward
 };
 
 // Makes `y` the output of a node with this state.
 void set_node(const at::Tensor& y, torch::autograd::edge_list&& edges, NormState&& state);
+
+// The node of a tensor that a captured batch norm has written last, or null.
+BatchNormNode* node_of(const at::Tensor& y);
 
 // A dense tensor on a GPU and nothing more: no subclass, nothing that is traced.
 bool is_plain(const at::Tensor& t);

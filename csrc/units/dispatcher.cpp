@@ -16,6 +16,7 @@
 #include "../cuda/batch_norm_joins.cpp"
 #include "../cuda/batch_norm_launches.cpp"
 #include "../cuda/batch_norm_node.cpp"
+#include "../cuda/batch_norm_relu.cpp"
 #include "../cuda/batch_norm_rule.cpp"
 #include "../cuda/channel_bias_backend.cpp"
 #include "../cuda/cross_entropy_backend.cpp"
