@@ -121,7 +121,8 @@ variable_list BatchNormNode::apply(variable_list&& grads) {
   if (!grads[0].defined()) std::swap(grads[0], more);
   if (!grads[0].defined()) return found;
   if (at::GradMode::is_enabled() || !is_plain(grads[0]) || transforms_active()) {
-    return by_torch(more.defined() ? at::add(grads[0], more) : grads[0]);
+    const at::Tensor grad = more.defined() ? at::add(grads[0], more) : grads[0];
+    return by_torch(unmasked.defined() ? at::threshold_backward(grad, result, 0) : grad);
   }
   // Before the guard: hooks on saved tensors, as those of checkpoints, run with autograd.
   const at::Tensor x = s.input.unpack(), w = s.weight.unpack(), b = s.bias.unpack();

@@ -37,6 +37,7 @@ struct Handed {
   at::Tensor more;    // to be added
 };
 
+// A node that may hand over a gradient to another one, and be handed one.
 class JointNode : public torch::autograd::Node {
  public:
   using variable_list = torch::autograd::variable_list;
@@ -63,7 +64,6 @@ class BatchNormNode : public JointNode {
  public:
   NormState state;
 
-  using JointNode::JointNode;
   explicit BatchNormNode(torch::autograd::edge_list&& edges) : JointNode(std::move(edges)) {}
 
   std::string name() const override { return "torch_renaissance::BatchNormBackward"; }
