@@ -25,7 +25,8 @@ class WeightGradients:
     """For a captured forward and backward. Of a layer, backward computes the gradient of the input,
     for which the layer before waits, and that of the weight, for which only the update does. Torch
     computes one after the other; here the latter is put on a branch of the graph. The kernels are
-    the same ones, and so are their results.
+    the same ones, and so are their results, but for a convolution's bias: a kernel of ours adds it,
+    to the same bits, and where batch norm follows, its gradient comes with batch norm's.
 
     It is done for Linear and Conv with 16-bit copies of their weights, each used once, so that no
     kernel on the main branch touches a gradient before the branches join. Not for layers that read
