@@ -73,19 +73,23 @@ at::Tensor& relu_(c10::DispatchKeySet keys, at::Tensor& self) {
   return op.redispatch(keys & kBelowAutocast, self);
 }
 
+// Whether a kernel may go through both element by element.
+bool is_alike(const at::Tensor& other, const at::Tensor& self) {
+  return is_plain(other) && other.scalar_type() == self.scalar_type() &&
+         other.device() == self.device() && other.sizes() == self.sizes() &&
+         other.strides() == self.strides() && !other.is_alias_of(self) &&
+         reinterpret_cast<uintptr_t>(other.const_data_ptr()) % 16 == 0;
+}
+
 using TorchAdd = at::Tensor&(at::Tensor& self, const at::Tensor& other, const at::Scalar& alpha);
 
 at::Tensor& add_(c10::DispatchKeySet keys,
                  at::Tensor& self,
                  const at::Tensor& other,
                  const at::Scalar& alpha) {
-  const bool alike = is_plain(other) && other.scalar_type() == self.scalar_type() &&
-                     other.device() == self.device() && other.sizes() == self.sizes() &&
-                     other.strides() == self.strides() && !other.is_alias_of(self) &&
-                     reinterpret_cast<uintptr_t>(other.const_data_ptr()) % 16 == 0 &&
-                     alpha.equal(1);
+  const bool in_step = at::GradMode::is_enabled() && within_step(self);
   BatchNormNode* node =
-      alike && at::GradMode::is_enabled() && within_step(self) ? node_of(self) : nullptr;
+      in_step && is_alike(other, self) && alpha.equal(1) ? node_of(self) : nullptr;
   if (node != nullptr && !node->state.relu && !node->state.residual && is_owner(self, *node) &&
       find_adder(*node, other, self.device())) {
     node->state.residual = true;
