@@ -59,9 +59,10 @@ def run(function, inputs, grad, *, own=True, stats=None):
     """Output, running statistics, and the gradients of all inputs."""
     if stats is None:
         stats = running_stats(inputs[1].numel(), inputs[1].dtype)
-    with own_kernels(own), torch.autocast("cuda", torch.float16):
-        y = function(*inputs, stats)
-    grads = torch.autograd.grad(y, inputs, grad, allow_unused=True)
+    with own_kernels(own):  # backward too, as in a step: a checkpoint's forward runs there
+        with torch.autocast("cuda", torch.float16):
+            y = function(*inputs, stats)
+        grads = torch.autograd.grad(y, inputs, grad, allow_unused=True)
     return [y.detach(), *stats, *(g for g in grads if g is not None)]
 
 
