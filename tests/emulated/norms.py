@@ -303,7 +303,7 @@ def run(ops, function, way, joined):
         found = [y.detach(), *way(y, leaves, grad)]
         if function is a_retained_gradient:
             found.append(function.of.grad)
-    except RuntimeError as error:
+    except Exception as error:
         found = str(error).splitlines()[0]
     ops.capturing(False)
     return found, ops.counts()
