@@ -26,8 +26,10 @@ bool register_rules() {
 
 void count_autocast_steps(int64_t change) {
 #ifdef TR_WITH_CUDA
-  static const bool registered = register_rules();
-  static_cast<void>(registered);
+  if (change > 0) {
+    static const bool registered = register_rules();
+    static_cast<void>(registered);
+  }
 #endif
   steps_under_autocast += change;
 }

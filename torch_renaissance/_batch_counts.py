@@ -45,7 +45,7 @@ class BatchCounts:
         vars(module)["forward"] = forward
 
     def __exit__(self, *_) -> None:
-        for module, forward in self._before:  # others may have put theirs there
+        for module, forward in reversed(self._before):  # others may have put theirs there
             if forward is None:
                 del vars(module)["forward"]
             else:
