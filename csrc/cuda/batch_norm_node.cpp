@@ -83,17 +83,17 @@ bool JointNode::hand_over(Node& from, const torch::autograd::Edge& edge, Handed 
   if (handed.more.defined() && !to->adds(handed)) return false;
   const int task = torch::autograd::get_current_graph_task_id();
   const std::lock_guard<std::mutex> lock(to->mutex_);
+  // What is there may be that of a call of backward which this one is a part of.
   const bool taken = to->handed_.grad.defined() || to->handed_.more.defined();
-  if (task < 0 || (taken && to->task_ == task)) return false;
+  if (task < 0 || taken) return false;
   to->handed_ = std::move(handed);
   to->task_ = task;
   return true;
 }
 
 Handed JointNode::handed() {
-  // What another call of backward has left is nobody's.
-  Handed found = std::exchange(handed_, {});
-  return task_ == torch::autograd::get_current_graph_task_id() ? found : Handed{};
+  const bool own = task_ == torch::autograd::get_current_graph_task_id();
+  return own ? std::exchange(handed_, {}) : Handed{};
 }
 
 // -- Batch norm -----------------------------------------------------------------------------------

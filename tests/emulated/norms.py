@@ -229,6 +229,22 @@ def many_uses(x, w, b):
     return block(x[0] * block(x[1] * z, y, w, b), z, w, b) + y
 
 
+def a_backward_within(x, w, b):
+    """Over the same nodes, when the residual's gradient has been handed over and not been used."""
+    y = block(x[0], x[1], w, b)
+    product = x[2] * y
+    z = block(product, y, w, b)
+    seen = []
+
+    def within(grad):
+        if not seen:
+            seen.append(grad)
+            torch.autograd.grad(z, x[1], torch.ones_like(z), retain_graph=True)
+
+    product.register_hook(within)
+    return z
+
+
 CHECKPOINTS = [checkpointed, plain_checkpointed, checkpointed_reentrant, checkpointed_each]
 FUNCTIONS = [norm_relu, norm_add_relu, sum_of_norms, blocks, plain_blocks, *CHECKPOINTS]
 FUNCTIONS += [saved_elsewhere, relu_alone, relu_of_sum_of_norms, relus_input_is_used]
@@ -236,7 +252,7 @@ FUNCTIONS += [relus_input_is_used_further, relu_twice, relus_input_changes, relu
 FUNCTIONS += [residual_is_the_input, a_view, a_detached_output, a_hook_between]
 FUNCTIONS += [a_hook_on_relus_input, a_hook_on_relus_result, a_hook_after_relus_node]
 FUNCTIONS += [a_hook_on_a_residual, a_hook_on_a_residuals_node, a_hook_after_a_node]
-FUNCTIONS += [a_retained_gradient, many_uses]
+FUNCTIONS += [a_retained_gradient, a_backward_within, many_uses]
 
 
 # -- ways to ask for gradients ---------------------------------------------------------------------
