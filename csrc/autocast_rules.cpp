@@ -45,6 +45,18 @@ bool within_step(const at::Tensor& input) {
          !transforms_active();
 }
 
+bool is_plain(const at::Tensor& t) {
+  static const c10::DispatchKeySet usual({c10::DispatchKey::CUDA,
+                                          c10::DispatchKey::AutogradCUDA,
+                                          c10::DispatchKey::ADInplaceOrView,
+                                          c10::DispatchKey::AutocastCUDA});
+  return t.defined() && usual.isSupersetOf(t.key_set()) && !t._fw_grad(0).defined();
+}
+
+bool is_aligned(const at::Tensor& t) {
+  return reinterpret_cast<uintptr_t>(t.const_data_ptr()) % 16 == 0;
+}
+
 TORCH_LIBRARY_FRAGMENT(torch_renaissance, m) {
   m.def("count_autocast_steps(int change) -> ()", count_autocast_steps);
 }

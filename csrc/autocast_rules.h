@@ -27,6 +27,12 @@ bool transforms_active();
 // the kernels that the compiler makes.
 bool within_step(const at::Tensor& input);
 
+// A dense tensor on a GPU and nothing more: not batched, named, negated, traced or of a subclass.
+bool is_plain(const at::Tensor& t);
+
+// For vectors of 16 bytes.
+bool is_aligned(const at::Tensor& t);
+
 // One of torch's functions, as what a rule hands on to.
 template <typename F>
 auto find_op(const char* name, const char* overload) {

@@ -26,7 +26,12 @@ def test_gradients_are_those_of_separate_operations(results):
     ordered = {name for name in results if name.startswith("many_uses") or name.endswith("second")}
     bounds = {name: 1e-3 if name in ordered else 0.0 for name in results}
     assert len(results) > 150
-    assert {n: d for n, (d, _) in results.items() if isinstance(d, str) or d > bounds[n]} == {}
+    assert {n: d for n, (d, *_) in results.items() if isinstance(d, str) or d > bounds[n]} == {}
+
+
+def test_gradients_are_torchs(results):
+    # Three blocks in 16 bits, each with a ReLU whose kink rounding may cross.
+    assert {n: d for n, (*_, d) in results.items() if isinstance(d, str) or d > 0.05} == {}
 
 
 # Joins, gradients added by a kernel, and kernels that mask nothing, by output, by result.

@@ -77,8 +77,7 @@ at::Tensor& relu_(c10::DispatchKeySet keys, at::Tensor& self) {
 bool is_alike(const at::Tensor& other, const at::Tensor& self) {
   return is_plain(other) && other.scalar_type() == self.scalar_type() &&
          other.device() == self.device() && other.sizes() == self.sizes() &&
-         other.strides() == self.strides() && !other.is_alias_of(self) &&
-         reinterpret_cast<uintptr_t>(other.const_data_ptr()) % 16 == 0;
+         other.strides() == self.strides() && !other.is_alias_of(self) && is_aligned(other);
 }
 
 using TorchAdd = at::Tensor&(at::Tensor& self, const at::Tensor& other, const at::Scalar& alpha);

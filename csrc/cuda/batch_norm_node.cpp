@@ -36,11 +36,6 @@ void set_node(const at::Tensor& y, torch::autograd::edge_list&& edges, NormState
   torch::autograd::impl::set_gradient_edge(y, {node, place});
 }
 
-bool is_plain(const at::Tensor& t) {
-  return t.defined() && t.is_cuda() && t.layout() == at::kStrided && !t._fw_grad(0).defined() &&
-         !t.key_set().has_any(c10::python_ks);
-}
-
 at::MemoryFormat format_of_rows(const at::Tensor& t) {
   return t.dim() == 4   ? at::MemoryFormat::ChannelsLast
          : t.dim() == 5 ? at::MemoryFormat::ChannelsLast3d
@@ -163,16 +158,9 @@ variable_list BatchNormNode::by_torch(const at::Tensor& grad) {
   const at::Tensor x = s.input.unpack(), w = s.weight.unpack();
   at::Tensor passed = grad.to(x.scalar_type());
   if (s.relu) passed = at::threshold_backward(passed, s.result.unpack(pointer_to(this)), 0);
-  const auto [of_x, of_weight, of_bias] = at::native_batch_norm_backward(passed,
-                                                                         x,
-                                                                         w,
-                                                                         s.running_mean,
-                                                                         s.running_var,
-                                                                         s.mean,
-                                                                         s.invstd,
-                                                                         true,
-                                                                         s.eps,
-                                                                         {true, true, true});
+  const at::Tensor no_running;  // what evaluation goes by
+  const auto [of_x, of_weight, of_bias] = at::native_batch_norm_backward(
+      passed, x, w, no_running, no_running, s.mean, s.invstd, true, s.eps, {true, true, true});
   variable_list found{of_x, of_weight, of_bias};
   if (s.residual) found.push_back(passed);
   return found;

@@ -19,7 +19,7 @@ struct NormState {
 
   SavedVariable input, weight, bias;
   SavedVariable result;  // if `relu`
-  at::Tensor running_mean, running_var, mean, invstd;
+  at::Tensor mean, invstd;
   double eps = 0;
   bool relu = false, residual = false;
 
@@ -82,9 +82,6 @@ void set_node(const at::Tensor& y, torch::autograd::edge_list&& edges, NormState
 
 // The node of a tensor that a captured batch norm has written last, or null.
 BatchNormNode* node_of(const at::Tensor& y);
-
-// A dense tensor on a GPU and nothing more: no subclass, nothing that is traced.
-bool is_plain(const at::Tensor& t);
 
 // Of a tensor whose channels are side by side in memory, row after row.
 at::MemoryFormat format_of_rows(const at::Tensor& t);

@@ -23,8 +23,11 @@ class NormReluNode : public JointNode {
   }
 
   std::string name() const override { return "torch_renaissance::ReluBackward"; }
-  bool adds(const Handed&) const override { return adds_; }
-  void set_adds(bool adds) { adds_ = adds; }
+  // Whether batch norm's kernel can, to which all is handed on.
+  bool adds(const Handed&) const override {
+    const auto* norm = dynamic_cast<const BatchNormNode*>(next_edge(0).function.get());
+    return norm != nullptr && norm->state.residual;
+  }
 
   void release_variables() override {
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -45,7 +48,6 @@ class NormReluNode : public JointNode {
 
  private:
   torch::autograd::SavedVariable result_;
-  bool adds_ = false;  // whether batch norm's kernel can
 };
 
 using TorchRelu = at::Tensor(const at::Tensor& self);
@@ -63,7 +65,6 @@ at::Tensor relu(c10::DispatchKeySet keys, const at::Tensor& self) {
     result = at::relu(self);
   }
   const auto node = make_node<NormReluNode>(torch::autograd::collect_next_edges(self));
-  node->set_adds(norm->state.residual);
   torch::autograd::set_history(result, node);
   node->save(result);
   return result;

@@ -25,7 +25,7 @@ bool is_float_of(const at::Tensor& t, const at::Tensor& x) {
 // Rows of channels, one after the other.
 bool is_matrix(const at::Tensor& x) {
   return x.dim() != 3 && x.dim() >= 2 && x.dim() <= 5 && x.is_contiguous(format_of_rows(x)) &&
-         reinterpret_cast<uintptr_t>(x.const_data_ptr()) % 16 == 0;
+         is_aligned(x);
 }
 
 // Whatever torch would refuse is left to it too.
@@ -81,8 +81,6 @@ at::Tensor normalised(const at::Tensor& x,
   state.input = SavedVariable(x, false);
   state.weight = SavedVariable(weight, false);
   state.bias = SavedVariable(bias, false);
-  state.running_mean = running_mean;
-  state.running_var = running_var;
   state.mean = mean;
   state.invstd = invstd;
   state.eps = eps;

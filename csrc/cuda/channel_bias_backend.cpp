@@ -8,20 +8,17 @@
 #include <optional>
 #include <utility>
 
+#include "../autocast_rules.h"
 #include "channel_bias.h"
 
 namespace torch_renaissance {
 namespace {
 
-bool is_aligned(const at::Tensor& t) {
-  return reinterpret_cast<uintptr_t>(t.const_data_ptr()) % 16 == 0;
-}
-
-bool takes(const at::Tensor& output, const at::Tensor& bias) {
+bool takes_bias(const at::Tensor& output, const at::Tensor& bias) {
   const auto format =
       output.dim() == 5 ? at::MemoryFormat::ChannelsLast3d : at::MemoryFormat::ChannelsLast;
   const bool half = output.scalar_type() == at::kHalf || output.scalar_type() == at::kBFloat16;
-  return half && output.is_cuda() && (output.dim() == 4 || output.dim() == 5) &&
+  return half && is_plain(output) && is_plain(bias) && (output.dim() == 4 || output.dim() == 5) &&
          output.is_contiguous(format) && output.numel() > 0 && output.size(1) % kBiasVector == 0 &&
          bias.scalar_type() == output.scalar_type() && bias.device() == output.device() &&
          bias.dim() == 1 && bias.is_contiguous() && bias.size(0) == output.size(1) &&
@@ -60,7 +57,7 @@ void drop_bias_grad() {
 }
 
 bool add_channel_bias(const at::Tensor& output, const at::Tensor& bias) {
-  if (!takes(output, bias)) return false;
+  if (!takes_bias(output, bias)) return false;
   const c10::cuda::CUDAGuard guard(output.device());
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
   ChannelBias b{};

@@ -31,19 +31,6 @@ namespace {
 
 constexpr auto kPoolFormat = at::MemoryFormat::ChannelsLast;
 
-// A dense tensor on a GPU and nothing more: not batched, named, negated or of a subclass.
-bool plain(const at::Tensor& t) {
-  static const c10::DispatchKeySet usual({c10::DispatchKey::CUDA,
-                                          c10::DispatchKey::AutogradCUDA,
-                                          c10::DispatchKey::ADInplaceOrView,
-                                          c10::DispatchKey::AutocastCUDA});
-  return usual.isSupersetOf(t.key_set()) && !t._fw_grad(0).defined();
-}
-
-bool aligned(const at::Tensor& t) {
-  return reinterpret_cast<uintptr_t>(t.const_data_ptr()) % 16 == 0;
-}
-
 at::Tensor empty_pooled(at::IntArrayRef sizes, const at::Tensor& like, at::ScalarType dtype) {
   return at::empty(sizes, like.options().dtype(dtype), kPoolFormat);
 }
@@ -73,7 +60,7 @@ class MaxPoolBackward : public torch::autograd::Node {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (!grads[0].defined()) return {at::Tensor()};
     const at::Tensor positions = positions_.unpack();
-    const bool taken = plain(grads[0]) && !transforms_active() &&
+    const bool taken = is_plain(grads[0]) && !transforms_active() &&
                        grads[0].device() == positions.device() &&
                        grads[0].sizes() == positions.sizes();
     const bool differentiable = at::GradMode::is_enabled();
@@ -85,7 +72,7 @@ class MaxPoolBackward : public torch::autograd::Node {
     const at::AutoDispatchBelowADInplaceOrView guard;
     const c10::cuda::CUDAGuard device(grad_output.device());
     at::Tensor grad = grad_output.to(dtype()).contiguous(kPoolFormat);
-    if (!aligned(grad)) grad = grad.clone();
+    if (!is_aligned(grad)) grad = grad.clone();
     const at::Tensor found = empty_pooled(input_sizes(), grad, dtype());
     MaxPool p = pool_;
     p.positions = positions.data_ptr<uint8_t>();
@@ -165,10 +152,10 @@ bool describe(const at::Tensor& input,
               bool ceil_mode,
               MaxPool& p) {
   const at::ScalarType dtype = input.scalar_type();
-  if (!plain(input) || (dtype != at::kHalf && dtype != at::kBFloat16) || input.dim() != 4 ||
+  if (!is_plain(input) || (dtype != at::kHalf && dtype != at::kBFloat16) || input.dim() != 4 ||
       input.numel() == 0 || input.size(1) % kPoolChannels != 0 ||
       input.suggest_memory_format() != kPoolFormat || !input.is_contiguous(kPoolFormat) ||
-      !aligned(input)) {
+      !is_aligned(input)) {
     return false;
   }
   int dilations[2];

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 # Batch norm's autograd on a CPU: each function below forwards and backwards with what follows batch
-# norm joined, as in a capture, and separately, as in an eager step. Prints the differences as JSON,
-# in a process of its own, since its rules stay with torch's dispatcher.
+# norm joined, as in a capture, separately, as in an eager step, and by torch's batch norm. Prints
+# the differences as JSON, in a process of its own, since its rules stay with torch's dispatcher.
 import json
 import sys
 from pathlib import Path
@@ -13,7 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-OTHER = {"is_cuda()": "is_cpu()", "AutocastCUDA": "AutocastCPU"}
+OTHER = {f"{key}CUDA": f"{key}CPU" for key in ("Autocast", "Autograd", "DispatchKey::")}
+OTHER["is_cuda()"] = "is_cpu()"
 OTHER["TORCH_LIBRARY_FRAGMENT(torch_renaissance, m)"] = "TORCH_LIBRARY_FRAGMENT(emulated_norms, m)"
 
 
@@ -298,6 +299,8 @@ WAYS = [backward, of_all, of_some, twice, with_anomalies_detected, batched, seco
 
 def takes(function, way):
     """Whether torch allows it."""
+    if function is a_retained_gradient and way is batched:
+        return False  # what is retained is of the batch's own kind, which nothing can look at
     if function is checkpointed_reentrant:
         return way in (backward, with_anomalies_detected)
     return function not in CHECKPOINTS or way not in (twice, batched, second)
@@ -346,8 +349,11 @@ def main():
         for way in (way for way in WAYS if takes(function, way)):
             expected, _ = run(ops, function, way, joined=False)
             found, counts = run(ops, function, way, joined=True)
+            ops.count_autocast_steps(-1)
+            torchs, _ = run(ops, function, way, joined=False)
+            ops.count_autocast_steps(1)
             name = f"{function.__name__}, {way.__name__}"
-            results[name] = [difference(found, expected), counts]
+            results[name] = [difference(found, expected), counts, difference(found, torchs)]
     print(json.dumps(results))
 
 
