@@ -14,6 +14,7 @@ std::atomic<int64_t> steps_under_autocast{0};
 bool register_rules() {
   static torch::Library aten(
       torch::Library::IMPL, "aten", c10::DispatchKey::AutocastCUDA, __FILE__, __LINE__);
+  register_cross_entropy(aten);
   register_batch_norm(aten);
   register_joins(aten);
   register_relu(aten);

@@ -33,13 +33,14 @@ bool is_plain(const at::Tensor& t);
 // For vectors of 16 bytes.
 bool is_aligned(const at::Tensor& t);
 
-// One of torch's functions, as what a rule hands on to.
+// An op, as what a rule hands on to.
 template <typename F>
 auto find_op(const char* name, const char* overload) {
   return c10::Dispatcher::singleton().findSchemaOrThrow(name, overload).typed<F>();
 }
 
 // Add the rules for torch's functions to a library at AutocastCUDA.
+void register_cross_entropy(torch::Library& aten);
 void register_batch_norm(torch::Library& aten);
 void register_joins(torch::Library& aten);  // of what follows batch norm in place
 void register_relu(torch::Library& aten);   // after batch norm

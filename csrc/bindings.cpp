@@ -61,6 +61,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("graph_nodes", graph_nodes);
   m.def("current_capture", current_capture);
   m.def("settle_joins", settle_joins);
+  m.def("forget_joins", forget_joins);
 #endif
   m.attr("CONTROL_RESULTS") = int{kChainResults};
   m.attr("GRAD_NORM") = int{kGradNorm};

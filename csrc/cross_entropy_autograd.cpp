@@ -33,16 +33,12 @@ using Backward = at::Tensor(const at::Tensor& grad_loss,
                             int64_t ignore_index,
                             double label_smoothing);
 
-template <typename F>
-auto find(const char* name) {
-  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<F>();
-}
 const auto& forward_op() {
-  static const auto op = find<Forward>("torch_renaissance::cross_entropy_forward");
+  static const auto op = find_op<Forward>("torch_renaissance::cross_entropy_forward", "");
   return op;
 }
 const auto& backward_op() {
-  static const auto op = find<Backward>("torch_renaissance::cross_entropy_backward");
+  static const auto op = find_op<Backward>("torch_renaissance::cross_entropy_backward", "");
   return op;
 }
 
@@ -220,10 +216,6 @@ using TorchCrossEntropy = at::Tensor(const at::Tensor& input,
                                      c10::SymInt ignore_index,
                                      double label_smoothing);
 
-auto torchs_op() {
-  return c10::Dispatcher::singleton().findSchemaOrThrow("aten::cross_entropy_loss", "");
-}
-
 at::Tensor torchs_cross_entropy(c10::DispatchKeySet keys,
                                 const at::Tensor& input,
                                 const at::Tensor& target,
@@ -233,7 +225,7 @@ at::Tensor torchs_cross_entropy(c10::DispatchKeySet keys,
                                 double label_smoothing) {
   const auto ignored = ignore_index.maybe_as_int();
   if (!within_step(input) || !ignored || !takes(input, target, weight, true, label_smoothing)) {
-    static const auto op = torchs_op().typed<TorchCrossEntropy>();
+    static const auto op = find_op<TorchCrossEntropy>("aten::cross_entropy_loss", "");
     return op.redispatch(keys & kBelowAutocast,
                          input,
                          target,
@@ -250,10 +242,8 @@ at::Tensor torchs_cross_entropy(c10::DispatchKeySet keys,
 }  // namespace
 
 #ifdef TR_WITH_CUDA
-TORCH_LIBRARY_IMPL(aten, AutocastCUDA, m) {
-  // torch has had no rule of its own so far. One that it gets stays.
-  if (torchs_op().hasKernelForDispatchKey(c10::DispatchKey::AutocastCUDA)) return;
-  m.impl("cross_entropy_loss", torchs_cross_entropy);
+void register_cross_entropy(torch::Library& aten) {
+  add_rule(aten, "cross_entropy_loss", "", torchs_cross_entropy);
 }
 #endif
 

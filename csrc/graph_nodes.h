@@ -20,4 +20,7 @@ uint64_t current_capture();
 // instantiated.
 int64_t settle_joins(uint64_t capture);
 
+// Of a capture that has failed, nothing is kept.
+void forget_joins(uint64_t capture);
+
 }  // namespace torch_renaissance

@@ -93,15 +93,16 @@ class Pool:
         graph = torch.cuda.CUDAGraph(keep_graph=True)
         current = torch.cuda.current_stream(self.device)
         torch.cuda.synchronize(self.device)
+        capture = 0
         try:
             with _no_garbage_collection(), torch.cuda.stream(self.stream), _no_host_syncs():
                 graph.capture_begin(pool=self.handle, capture_error_mode="thread_local")
+                capture = _C.current_capture()
                 try:
                     value = work()
                 except BaseException:
                     self._abandon(graph)
                     raise
-                capture = _C.current_capture()
                 self._finish(graph)
             drawn = randoms.host_changed()
             if drawn:
@@ -109,7 +110,7 @@ class Pool:
             _C.settle_joins(capture)
             graph.instantiate()
         except BaseException as error:
-            _C.settle_joins(0)  # of none, but lets go of what the attempt has kept
+            _C.forget_joins(capture)
             graph.reset()
             randoms.restore()
             torch.cuda.synchronize(self.device)

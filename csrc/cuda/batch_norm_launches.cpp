@@ -116,18 +116,25 @@ void launch_batch_norm_backward(BatchNormBackward& n, const at::Tensor& x, at::T
 uint64_t current_capture() { return capture_of(c10::cuda::getCurrentCUDAStream()); }
 
 int64_t settle_joins(uint64_t capture) {
+  int64_t put_back = 0;
+  {
+    const std::lock_guard<std::mutex> lock(taken_mutex);
+    for (const TakenBias& t : taken) {
+      if (t.kernel.capture != capture || dependents(t.kernel.node) == 1) continue;
+      set_bias(t.bias, t.kernel.node, true);
+      C10_CUDA_CHECK(leave_bias_cuda(t.reader, t.cluster));
+      ++put_back;
+    }
+  }
+  forget_joins(capture);
+  return put_back;
+}
+
+void forget_joins(uint64_t capture) {
   drop_bias_grad();  // it has memory of the graph's
   const std::lock_guard<std::mutex> lock(taken_mutex);
   const auto mine = [&](const TakenBias& t) { return t.kernel.capture == capture; };
-  int64_t put_back = 0;
-  for (const TakenBias& t : taken) {
-    if (!mine(t) || dependents(t.kernel.node) == 1) continue;
-    set_bias(t.bias, t.kernel.node, true);
-    C10_CUDA_CHECK(leave_bias_cuda(t.reader, t.cluster));
-    ++put_back;
-  }
   taken.erase(std::remove_if(taken.begin(), taken.end(), mine), taken.end());
-  return put_back;
 }
 
 bool is_last_node(const CapturedNode& node, at::Device device) {
