@@ -8,7 +8,7 @@ INSTALLED := $(VENV)/.installed
 BUILT := $(VENV)/.built
 
 SOURCES := $(sort $(wildcard csrc/* csrc/*/*))
-CXX_SOURCES := $(filter %.cpp %.h %.cu %.cuh,$(SOURCES))
+CXX_SOURCES := $(filter %.cpp %.h %.cu %.cuh,$(SOURCES) $(wildcard tests/emulated/*))
 NVCC := $(firstword $(wildcard $(CUDA_HOME)/bin/nvcc /usr/local/cuda/bin/nvcc) $(shell command -v nvcc))
 CU_OBJECTS := $(if $(NVCC),$(patsubst csrc/cuda/%.cu,build/sm_90/%.o,$(wildcard csrc/cuda/*.cu)))
 

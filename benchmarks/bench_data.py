@@ -143,8 +143,7 @@ class Data(common.Benchmark):
     def complete(self, args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
         args.precision = args.precision or ("fp16" if args.device == "cuda" else "fp32")
         args.cases = common.names(args.cases, CASES, parser) or CASES
-        if not args.budget > 0:
-            parser.error(f"--budget {args.budget}: must be more than 0 seconds")
+        common.check_seconds("budget", args, parser)
 
     def new_record(self) -> dict:
         return {"key": f"{self.args.device}/{self.args.precision}"}

@@ -27,8 +27,7 @@ def complete_budget(args: argparse.Namespace, parser: argparse.ArgumentParser) -
     args.precision = args.precision or ("fp16" if args.device == "cuda" else "fp32")
     if args.budget is None:
         args.budget = QUICK_BUDGET if args.quick else BUDGET
-    if not args.budget > 0:
-        parser.error(f"--budget {args.budget}: must be more than 0 seconds")
+    common.check_seconds("budget", args, parser)
 
 
 class TrainSteps(common.Benchmark):

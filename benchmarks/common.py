@@ -87,8 +87,7 @@ class Benchmark:
             parser.error(f"--repeat {args.repeat}: must be at least 1")
         if args.processes < 1:
             parser.error(f"--processes {args.processes}: must be at least 1")
-        if args.limit is not None and not args.limit > 0:
-            parser.error(f"--limit {args.limit}: must be more than 0 seconds")
+        check_seconds("limit", args, parser)
         self.complete(args, parser)
         return args
 
@@ -204,6 +203,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="PCT",
         help="exit with 1 if a ratio fell by more than PCT %% against --compare",
     )
+
+
+def check_seconds(name: str, args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    """Ends the program where `--name`, if it is given, is no time."""
+    seconds = getattr(args, name)
+    if seconds is not None and not seconds > 0:
+        parser.error(f"--{name} {seconds}: must be more than 0 seconds")
 
 
 def names(text: str | None, known: list[str], parser: argparse.ArgumentParser) -> list[str] | None:

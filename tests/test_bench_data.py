@@ -95,6 +95,9 @@ def test_arguments(capsys):
     with pytest.raises(SystemExit):
         bench_data.Data().parse(["--cases", "imagenet"])
     assert "there is no imagenet; expected some of augment/mnist_200" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        bench_data.Data().parse(["--budget", "0"])
+    assert "--budget 0.0: must be more than 0 seconds" in capsys.readouterr().err
 
 
 @pytest.mark.filterwarnings("ignore:TrainStep runs eagerly")

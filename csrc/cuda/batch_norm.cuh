@@ -24,10 +24,8 @@
 
 namespace torch_renaissance {
 
-constexpr int kNormThreads = 512;
 constexpr int kNormWarps = kNormThreads / 32;
 constexpr int kMostTileChannels = 64;  // of a launch that reduces
-constexpr int kNormRows = 4;           // that a thread reads before it uses the first
 
 // kNormVector numbers as they lie in memory.
 using NormBits = uint2;
@@ -110,8 +108,7 @@ __device__ __forceinline__ void for_own_channel(const NormTiling& t, int channel
   if (in_tile < t.tile_channels() && channel < channels) f(channel, in_tile);
 }
 
-// -- Sums of two numbers per channel
-// ---------------------------------------------------------------
+// -- Sums of two numbers per channel --------------------------------------------------------------
 
 struct NormShared {
   float of_warp[2][kNormWarps][kMostTileChannels];

@@ -10,6 +10,10 @@
 
 namespace torch_renaissance {
 
+inline constexpr int kNormThreads = 512;  // of a block
+inline constexpr int kNormRows = 4;       // that a thread reads before it uses the first
+inline constexpr int kHeldRows = 8;       // that a thread of a cluster holds in registers
+
 // How a matrix is shared among blocks: tiles of channels, chunks of rows.
 struct NormTiling {
   int log2_vectors;        // of a tile, each of kNormVector channels
@@ -21,9 +25,6 @@ struct NormTiling {
   // Floats that blocks leave for the last one of their tile, and its ticket.
   int64_t partials() const { return cluster ? 0 : int64_t{2} * tiles * chunks * tile_channels(); }
 };
-
-// Rows that a thread of a cluster holds in registers.
-inline constexpr int kHeldRows = 8;
 
 struct NormScratch {
   float* partials;

@@ -12,8 +12,8 @@ inline dim3 norm_grid(const NormTiling& t) {
   return dim3(static_cast<unsigned>(t.tiles), static_cast<unsigned>(t.chunks));
 }
 
-// For a launch that only writes: the same chunks in tiles as wide as a warp, whose rows are longer
-// runs of memory.
+// For a launch that only writes: about as many blocks, with tiles as wide as a warp, whose rows are
+// longer runs of memory.
 inline NormTiling widened(NormTiling t, int64_t rows, int channels) {
   const int vectors = (channels + kNormVector - 1) / kNormVector;
   const int blocks = t.tiles * t.chunks;

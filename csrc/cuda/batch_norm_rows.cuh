@@ -25,7 +25,7 @@ struct MomentSums {
     }
     if (n.input_bias != nullptr) __syncthreads();  // that row will be written
   }
-  // Adds the bias to `bits` as well, and writes them to `place` if there is one.
+  // Where there is a bias, adds it to `bits` first, and writes them back to `place`.
   __device__ void add(const BatchNorm& n, NormBits& bits, int64_t place) {
     float x[kNormVector];
     unpack<scalar_t>(bits, x);

@@ -10,10 +10,8 @@
 namespace torch_renaissance {
 namespace {
 
-constexpr int kThreads = 512;   // of a block
-constexpr int kRowsAtOnce = 4;  // of a thread
-constexpr int kWidest = 4;      // log2 of a tile's vectors: a run of 128 bytes
-constexpr int kNarrowest = 2;   // a sector of 32 bytes
+constexpr int kWidest = 4;     // log2 of a tile's vectors: a run of 128 bytes
+constexpr int kNarrowest = 2;  // a sector of 32 bytes
 // Smaller matrices of few channels have narrower tiles: there the time of a tile's last block
 // counts, which adds up the chunks of all its channels, more than the length of runs.
 constexpr int kFewChannels = 128;
@@ -57,7 +55,7 @@ NormTiling norm_tiling(int64_t rows, int channels) {
   // however they are grouped. The narrower the tiles, the smaller the clusters.
   const int64_t places = multis / 2;
   for (int log2 = std::min(kNarrowest, log2_up(vectors)); limit > 1 && log2 <= kWidest; ++log2) {
-    const int64_t lanes = kThreads >> log2, tiles = tiles_of(log2);
+    const int64_t lanes = kNormThreads >> log2, tiles = tiles_of(log2);
     const int64_t least = divide_up(rows, lanes * kHeldRows);
     if (least > limit || least * tiles > places) continue;
     const int64_t enough = divide_up(rows, lanes * 2);
@@ -67,8 +65,8 @@ NormTiling norm_tiling(int64_t rows, int channels) {
   const bool narrow = channels <= kFewChannels && rows * channels < kSmall;
   const int widest = narrow ? kWidest - 1 : kWidest;
   const int log2 = std::min(widest, log2_up(vectors));
-  const int64_t lanes = kThreads >> log2, tiles = tiles_of(log2);
-  const int64_t most = std::max<int64_t>(1, rows / (lanes * kRowsAtOnce));
+  const int64_t lanes = kNormThreads >> log2, tiles = tiles_of(log2);
+  const int64_t most = std::max<int64_t>(1, rows / (lanes * kNormRows));
   const int64_t chunks = std::clamp<int64_t>(2 * multis / tiles, 1, most);
   return with_chunks(log2, tiles, rows, chunks, false);
 }

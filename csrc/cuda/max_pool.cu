@@ -36,8 +36,7 @@ struct PoolPair<__nv_bfloat16> {
   static constexpr uint32_t kMinusInfinity = 0xff80ff80;
 };
 
-// -- Which vector a thread has
-// ---------------------------------------------------------------------
+// -- Which vector a thread has -------------------------------------------------------------------
 
 // Blocks take lines, each a row of pixels of a sample, and parts of long ones.
 struct PoolPlace {
@@ -79,8 +78,7 @@ __device__ __forceinline__ bool within(const int (&size)[2], int row, int column
   return row >= 0 && row < size[0] && column >= 0 && column < size[1];
 }
 
-// -- Forward
-// ---------------------------------------------------------------------------------------
+// -- Forward -------------------------------------------------------------------------------------
 
 // Of equal values the first stays, of NaNs the last: as torch chooses. Bits are kept, in pairs.
 // `exists` is a mask.
@@ -147,8 +145,7 @@ __global__ void __launch_bounds__(kThreads)
   reinterpret_cast<PoolPositions*>(p.positions)[to] = bytes;
 }
 
-// -- Backward
-// --------------------------------------------------------------------------------------
+// -- Backward ------------------------------------------------------------------------------------
 
 // What one window has for a pixel: nothing, or some channels' gradient.
 template <typename scalar_t>
@@ -253,8 +250,7 @@ cudaError_t backward_by_tiles(const MaxPool& p, cudaStream_t stream) {
   return launch(kernel, p, tiles(0), tiles(1), stream);
 }
 
-// -- Launchers
-// -------------------------------------------------------------------------------------
+// -- Launchers -----------------------------------------------------------------------------------
 
 bool square(const int (&sizes)[2], int size) { return sizes[0] == size && sizes[1] == size; }
 

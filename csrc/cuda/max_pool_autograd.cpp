@@ -35,8 +35,7 @@ at::Tensor empty_pooled(at::IntArrayRef sizes, const at::Tensor& like, at::Scala
   return at::empty(sizes, like.options().dtype(dtype), kPoolFormat);
 }
 
-// -- Autograd
-// --------------------------------------------------------------------------------------
+// -- Autograd ------------------------------------------------------------------------------------
 
 class MaxPoolBackward : public torch::autograd::Node {
  public:
@@ -119,8 +118,7 @@ class MaxPoolBackward : public torch::autograd::Node {
   torch::autograd::SavedVariable positions_;
 };
 
-// -- What is taken
-// ---------------------------------------------------------------------------------
+// -- What is taken -------------------------------------------------------------------------------
 
 constexpr int64_t kMostInPool = std::numeric_limits<int32_t>::max() / 2;
 
