@@ -16,7 +16,9 @@ struct BatchNorm {
   bool relu;
   void* input;
   const void* input_bias;  // or null: of each channel, is added to the input first, in its place
-  const void* residual;    // or null
+  // Or null: of each channel, isn't in the input, which only the running mean would show.
+  const void* absent_bias;
+  const void* residual;  // or null
   void* output;
   void* sum;  // or null; `residual` is the same then
   const float *weight, *bias;

@@ -18,6 +18,8 @@ __global__ void __launch_bounds__(kNormThreads, 2)
                    const NormScratch scratch) {
   __shared__ NormShared shared;
   const auto p = NormPlace::of(t, n.rows, n.channels);
+  wait_for_previous();
+  let_next_come();
   MomentSums<scalar_t> sums(n, p);
 #pragma unroll 1
   for (int64_t r = p.first + p.lane; r < p.last; r += kMomentRows * p.lanes) {
@@ -36,7 +38,7 @@ __global__ void __launch_bounds__(kNormThreads, 2)
       });
   for_own_channel(t, n.channels, [&](int channel, int in_tile) {
     const float shift = first_of_chunks(t, scratch, in_tile).x;
-    finish(n, channel, total.total(shift, static_cast<float>(n.rows)));
+    finish<scalar_t>(n, channel, total.total(shift, static_cast<float>(n.rows)));
   });
 }
 
@@ -44,6 +46,7 @@ template <typename scalar_t>
 __global__ void __launch_bounds__(kNormThreads, 2)
     normalise_kernel(const __grid_constant__ BatchNorm n, const NormTiling t) {
   const auto p = NormPlace::of(t, n.rows, n.channels);
+  wait_for_previous();
   if (p.first + p.lane >= p.last) return;
   Normalise norm[kNormVector];
 #pragma unroll
@@ -73,6 +76,7 @@ __global__ void __launch_bounds__(kNormThreads)
   __shared__ NormShared shared;
   const auto cluster = cooperative_groups::this_cluster();
   const auto p = NormPlace::of(t, n.rows, n.channels);
+  wait_for_previous();
   const int64_t first = p.first + p.lane;
   NormBits bits[kHeldRows], residual[kHeldRows];
   for_rows<kHeldRows>(p, first, p.lanes, n.channels, [&](int u, int64_t place) {
@@ -118,7 +122,7 @@ __global__ void __launch_bounds__(kNormThreads)
     write_row<scalar_t>(n, norm, bits[u], residual[u], place);
   });
   if (blockIdx.y == 0) {
-    for_own_channel(t, n.channels, [&](int channel, int) { finish(n, channel, all); });
+    for_own_channel(t, n.channels, [&](int channel, int) { finish<scalar_t>(n, channel, all); });
   }
   cluster.barrier_wait();  // others have read this block's sums
 #endif
@@ -131,15 +135,15 @@ cudaError_t launch(const BatchNorm& n,
                    cudaStream_t stream,
                    cudaGraphNode_t* reader) {
   if (t.cluster) {
-    const auto error = launch_cluster(batch_norm_cluster_kernel<scalar_t>, t, stream, n, t);
+    const auto error = launch_norm(batch_norm_cluster_kernel<scalar_t>, t, stream, n, t);
     *reader = last_node(stream).node;
     return error;
   }
-  moments_kernel<scalar_t><<<norm_grid(t), kNormThreads, 0, stream>>>(n, t, scratch);
+  const auto error = launch_norm(moments_kernel<scalar_t>, t, stream, n, t, scratch);
+  if (error != cudaSuccess) return error;
   *reader = last_node(stream).node;
   const NormTiling wide = widened(t, n.rows, n.channels);
-  normalise_kernel<scalar_t><<<norm_grid(wide), kNormThreads, 0, stream>>>(n, wide);
-  return cudaGetLastError();
+  return launch_norm(normalise_kernel<scalar_t>, wide, stream, n, wide);
 }
 
 }  // namespace

@@ -27,6 +27,20 @@ namespace torch_renaissance {
 constexpr int kNormWarps = kNormThreads / 32;
 constexpr int kMostTileChannels = 64;  // of a launch that reduces
 
+// Until then nothing may be read that a kernel writes, nor written; see launch_norm().
+__device__ __forceinline__ void wait_for_previous() {
+#ifdef TR_HAS_CLUSTERS
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// The next kernel's blocks may get the places of those that have ended, and wait there.
+__device__ __forceinline__ void let_next_come() {
+#ifdef TR_HAS_CLUSTERS
+  asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+
 // kNormVector numbers as they lie in memory.
 using NormBits = uint2;
 

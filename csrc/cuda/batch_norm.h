@@ -35,8 +35,14 @@ struct NormScratch {
 // Of the current device and what this was compiled for; 1 where there are no clusters.
 int most_blocks_of_cluster();
 
+// Whether the current device, and what this was compiled for, have clusters: compute capability 9.
+bool has_clusters();
+
 // For the current device.
 NormTiling norm_tiling(int64_t rows, int channels);
+
+// Of launches that read once, add up, and may write: no clusters.
+NormTiling column_tiling(int64_t rows, int channels);
 
 // `reader`: in a capture, gets the node that reads the input; see take_over_bias().
 cudaError_t batch_norm_cuda(const BatchNorm& n,

@@ -16,6 +16,8 @@ __global__ void __launch_bounds__(kNormThreads, 2)
                      const NormScratch scratch) {
   __shared__ NormShared shared;
   const auto p = NormPlace::of(t, n.rows, n.channels);
+  wait_for_previous();
+  let_next_come();
   GradSums<scalar_t, MASK> sums(n, p);
   // As many bytes on their way, whatever a row has.
   constexpr int ROWS = MASK == NormMask::kOfResult ? kNormRows / 2 : kNormRows;
@@ -85,6 +87,7 @@ template <typename scalar_t, NormMask MASK>
 __global__ void __launch_bounds__(kNormThreads, 2)
     norm_grad_kernel(const __grid_constant__ BatchNormBackward n, const NormTiling t) {
   float unused[kNormVector];
+  wait_for_previous();
   write_rows<scalar_t, MASK, false>(n, NormPlace::of(t, n.rows, n.channels), unused);
 }
 
@@ -95,6 +98,7 @@ __global__ void __launch_bounds__(kNormThreads, 2)
                               const NormScratch scratch) {
   __shared__ NormShared shared;
   const auto p = NormPlace::of(t, n.rows, n.channels);
+  wait_for_previous();
   float sums[kNormVector] = {}, none[kNormVector] = {};
   write_rows<scalar_t, MASK, true>(n, p, sums);
   const float2 own = add_lanes(sums, none, p, shared);
@@ -118,6 +122,7 @@ __global__ void __launch_bounds__(kNormThreads)
   __shared__ NormShared shared;
   const auto cluster = cooperative_groups::this_cluster();
   const auto p = NormPlace::of(t, n.rows, n.channels);
+  wait_for_previous();
   const int64_t first = p.first + p.lane;
   GradRow rows[kHeldRows];
   for_rows<kHeldRows>(p, first, p.lanes, n.channels, [&](int u, int64_t place) {
@@ -174,17 +179,15 @@ cudaError_t launch(const BatchNormBackward& n,
                    const NormScratch& scratch,
                    cudaStream_t stream) {
   if (t.cluster) {
-    return launch_cluster(batch_norm_backward_cluster_kernel<scalar_t, MASK>, t, stream, n, t);
+    return launch_norm(batch_norm_backward_cluster_kernel<scalar_t, MASK>, t, stream, n, t);
   }
-  norm_sums_kernel<scalar_t, MASK><<<norm_grid(t), kNormThreads, 0, stream>>>(n, t, scratch);
+  const auto error = launch_norm(norm_sums_kernel<scalar_t, MASK>, t, stream, n, t, scratch);
+  if (error != cudaSuccess) return error;
   if (n.grad_input_bias != nullptr) {
-    norm_grad_and_bias_kernel<scalar_t, MASK>
-        <<<norm_grid(t), kNormThreads, 0, stream>>>(n, t, scratch);
-    return cudaGetLastError();
+    return launch_norm(norm_grad_and_bias_kernel<scalar_t, MASK>, t, stream, n, t, scratch);
   }
   const NormTiling wide = widened(t, n.rows, n.channels);
-  norm_grad_kernel<scalar_t, MASK><<<norm_grid(wide), kNormThreads, 0, stream>>>(n, wide);
-  return cudaGetLastError();
+  return launch_norm(norm_grad_kernel<scalar_t, MASK>, wide, stream, n, wide);
 }
 
 template <typename scalar_t>

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cstdlib>
 
 #include "batch_norm.cuh"
 
@@ -33,23 +34,32 @@ void allow_large_clusters(Kernel kernel) {
   cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
 }
 
+// Where the GPU can, the kernel's blocks get their places before the kernel ahead of it has ended;
+// they wait_for_previous() themselves.
 template <typename... Parameters, typename... Arguments>
-cudaError_t launch_cluster(void (*kernel)(Parameters...),
-                           const NormTiling& t,
-                           cudaStream_t stream,
-                           const Arguments&... arguments) {
-  if (t.chunks > 8) allow_large_clusters(kernel);
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeClusterDimension;
-  attribute.val.clusterDim.x = 1;
-  attribute.val.clusterDim.y = static_cast<unsigned>(t.chunks);
-  attribute.val.clusterDim.z = 1;
+cudaError_t launch_norm(void (*kernel)(Parameters...),
+                        const NormTiling& t,
+                        cudaStream_t stream,
+                        const Arguments&... arguments) {
+  cudaLaunchAttribute attributes[2]{};
+  unsigned count = 0;
+  if (t.cluster) {
+    if (t.chunks > 8) allow_large_clusters(kernel);
+    attributes[count].id = cudaLaunchAttributeClusterDimension;
+    attributes[count].val.clusterDim.x = 1;
+    attributes[count].val.clusterDim.y = static_cast<unsigned>(t.chunks);
+    attributes[count++].val.clusterDim.z = 1;
+  }
+  if (has_clusters() && std::getenv("TR_NO_PDL") == nullptr) {
+    attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[count++].val.programmaticStreamSerializationAllowed = 1;
+  }
   cudaLaunchConfig_t config{};
   config.gridDim = norm_grid(t);
   config.blockDim = dim3(kNormThreads);
   config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = 1;
+  config.attrs = attributes;
+  config.numAttrs = count;
   return cudaLaunchKernelEx(&config, kernel, arguments...);
 }
 

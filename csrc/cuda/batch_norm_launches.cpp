@@ -2,36 +2,21 @@
 #include "batch_norm_launches.h"
 
 #include <ATen/ops/empty.h>
-#include <ATen/ops/zeros.h>
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 
 #include <algorithm>
+#include <array>
 #include <mutex>
 #include <vector>
 
 #include "../graph_nodes.h"
 #include "channel_bias.h"
+#include "norm_memory.h"
 
 namespace torch_renaissance {
 namespace {
-
-struct Scratch {
-  NormScratch pointers{};
-  at::Tensor partials, tickets;
-
-  Scratch(const NormTiling& tiling, const at::Tensor& like, cudaStream_t stream) {
-    if (tiling.cluster) return;
-    partials = at::empty({tiling.partials()}, like.options().dtype(at::kFloat));
-    pointers.partials = partials.mutable_data_ptr<float>();
-    pointers.first_ticket = take_tickets(stream, tiling.tiles);
-    if (pointers.first_ticket == kTickets) {  // none left: one more node in the graph
-      tickets = at::zeros({tiling.tiles}, like.options().dtype(at::kInt));
-      pointers.tickets = tickets.mutable_data_ptr<int32_t>();
-    }
-  }
-};
 
 template <typename Norm>
 void fill_sizes(Norm& n, const at::Tensor& x) {
@@ -72,14 +57,17 @@ bool take_over_bias(BatchNorm& n, cudaStream_t stream) {
   return true;
 }
 
-int64_t dependents(cudaGraphNode_t node) {
-  size_t count = 0;
+// Whether exactly one node depends on this one.
+bool has_one_dependent(cudaGraphNode_t node) {
+  std::array<cudaGraphNode_t, 2> found;
+  std::array<cudaGraphEdgeData, 2> edges;  // there may be some; see launch_norm()
+  size_t count = found.size();
 #if CUDART_VERSION >= 13000
-  C10_CUDA_CHECK(cudaGraphNodeGetDependentNodes(node, nullptr, nullptr, &count));
+  C10_CUDA_CHECK(cudaGraphNodeGetDependentNodes(node, found.data(), edges.data(), &count));
 #else
-  C10_CUDA_CHECK(cudaGraphNodeGetDependentNodes(node, nullptr, &count));
+  C10_CUDA_CHECK(cudaGraphNodeGetDependentNodes_v2(node, found.data(), edges.data(), &count));
 #endif
-  return static_cast<int64_t>(count);
+  return count == 1;
 }
 
 }  // namespace
@@ -90,7 +78,7 @@ CapturedNode launch_batch_norm(BatchNorm& n, const at::Tensor& x) {
   fill_sizes(n, x);
   const bool takes_bias = take_over_bias(n, stream);
   const NormTiling tiling = norm_tiling(n.rows, n.channels);
-  const Scratch scratch(tiling, x, stream);
+  const NormMemory scratch(tiling, x, stream);
   cudaGraphNode_t reader;
   C10_CUDA_CHECK(batch_norm_cuda(n, tiling, scratch.pointers, stream, &reader));
   if (takes_bias) {
@@ -105,7 +93,7 @@ void launch_batch_norm_backward(BatchNormBackward& n, const at::Tensor& x, at::T
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
   fill_sizes(n, x);
   const NormTiling tiling = norm_tiling(n.rows, n.channels);
-  const Scratch scratch(tiling, x, stream);
+  const NormMemory scratch(tiling, x, stream);
   if (bias_grad != nullptr && !tiling.cluster) {
     *bias_grad = at::empty({n.channels}, x.options());
     n.grad_input_bias = bias_grad->mutable_data_ptr();
@@ -120,7 +108,7 @@ int64_t settle_joins(uint64_t capture) {
   {
     const std::lock_guard<std::mutex> lock(taken_mutex);
     for (const TakenBias& t : taken) {
-      if (t.kernel.capture != capture || dependents(t.kernel.node) == 1) continue;
+      if (t.kernel.capture != capture || has_one_dependent(t.kernel.node)) continue;
       set_bias(t.bias, t.kernel.node, true);
       C10_CUDA_CHECK(leave_bias_cuda(t.reader, t.cluster));
       ++put_back;

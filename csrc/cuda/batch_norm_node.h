@@ -7,6 +7,7 @@
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/saved_variable.h>
 
+#include <optional>
 #include <string>
 #include <utility>
 
@@ -82,6 +83,14 @@ void set_node(const at::Tensor& y, torch::autograd::edge_list&& edges, NormState
 
 // The node of a tensor that a captured batch norm has written last, or null.
 BatchNormNode* node_of(const at::Tensor& y);
+
+// Whether the kernels take such a call of torch.nn.functional.batch_norm.
+bool takes_norm(const at::Tensor& x,
+                const std::optional<at::Tensor>& weight,
+                const std::optional<at::Tensor>& bias,
+                const std::optional<at::Tensor>& running_mean,
+                const std::optional<at::Tensor>& running_var,
+                bool training);
 
 // Of a tensor whose channels are side by side in memory, row after row.
 at::MemoryFormat format_of_rows(const at::Tensor& t);

@@ -59,13 +59,18 @@ __device__ inline float rows_of_chunk(const BatchNorm& n, const NormTiling& t, i
 }
 
 // Keeps what backward and evaluation need of a channel.
+template <typename scalar_t>
 __device__ inline void finish(const BatchNorm& n, int channel, const Moments& m) {
   const auto rows = static_cast<float>(n.rows);
   n.mean[channel] = m.mean;
   n.invstd[channel] = inverse_std(m, rows, n.eps);
   if (n.running_mean != nullptr) {
     float &mean = n.running_mean[channel], &var = n.running_var[channel];
-    mean = running(mean, m.mean, n.momentum);
+    const float absent =
+        n.absent_bias == nullptr
+            ? 0.0f
+            : static_cast<float>(static_cast<const scalar_t*>(n.absent_bias)[channel]);
+    mean = running(mean, m.mean + absent, n.momentum);
     var = running(var, m.squares / (rows - 1), n.momentum);
   }
 }

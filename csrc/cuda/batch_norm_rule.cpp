@@ -28,6 +28,8 @@ bool is_matrix(const at::Tensor& x) {
          is_aligned(x);
 }
 
+}  // namespace
+
 // Whatever torch would refuse is left to it too.
 bool takes_norm(const at::Tensor& x,
                 const OptionalTensor& weight,
@@ -46,6 +48,8 @@ bool takes_norm(const at::Tensor& x,
   return is_float_of(*weight, x) && is_float_of(*bias, x) &&
          (!given(running_mean) || (is_float_of(*running_mean, x) && is_float_of(*running_var, x)));
 }
+
+namespace {
 
 at::Tensor normalised(const at::Tensor& x,
                       const at::Tensor& weight,

@@ -45,7 +45,18 @@ NormTiling with_chunks(int log2_vectors,
   return {log2_vectors, static_cast<int>(tiles), used, per_chunk, cluster};
 }
 
+// About two blocks for each multiprocessor.
+NormTiling without_clusters(int64_t rows, int64_t vectors, int log2_vectors) {
+  const int64_t lanes = kNormThreads >> log2_vectors;
+  const int64_t tiles = divide_up(vectors, int64_t{1} << log2_vectors);
+  const int64_t most = std::max<int64_t>(1, rows / (lanes * kNormRows));
+  const int64_t chunks = std::clamp<int64_t>(2 * multiprocessors() / tiles, 1, most);
+  return with_chunks(log2_vectors, tiles, rows, chunks, false);
+}
+
 }  // namespace
+
+bool has_clusters() { return cluster_limit() > 1; }
 
 NormTiling norm_tiling(int64_t rows, int channels) {
   const int64_t vectors = divide_up(channels, kNormVector), limit = cluster_limit();
@@ -64,11 +75,12 @@ NormTiling norm_tiling(int64_t rows, int channels) {
   }
   const bool narrow = channels <= kFewChannels && rows * channels < kSmall;
   const int widest = narrow ? kWidest - 1 : kWidest;
-  const int log2 = std::min(widest, log2_up(vectors));
-  const int64_t lanes = kNormThreads >> log2, tiles = tiles_of(log2);
-  const int64_t most = std::max<int64_t>(1, rows / (lanes * kNormRows));
-  const int64_t chunks = std::clamp<int64_t>(2 * multis / tiles, 1, most);
-  return with_chunks(log2, tiles, rows, chunks, false);
+  return without_clusters(rows, vectors, std::min(widest, log2_up(vectors)));
+}
+
+NormTiling column_tiling(int64_t rows, int channels) {
+  const int64_t vectors = divide_up(channels, kNormVector);
+  return without_clusters(rows, vectors, std::min(kWidest, log2_up(vectors)));
 }
 
 }  // namespace torch_renaissance
