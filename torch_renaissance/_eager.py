@@ -14,6 +14,7 @@ from . import _watch, amp
 from ._ahead import Ahead, memory
 from ._batch_counts import READERS, BatchCounts
 from ._captured import unflatten
+from ._compiled import compile_loss
 from ._cycle import Cycle
 from ._ops import _C
 from ._precision import Precision
@@ -39,13 +40,14 @@ class Eager:
     def __init__(self, loss_fn, optimizer, model, precision, scaler, accumulate, compile, data):
         check(loss_fn, optimizer, model, precision, scaler)
         arguments = compile_arguments(compile)
-        self.loss_fn: Callable = (
-            loss_fn if arguments is None else torch.compile(loss_fn, **arguments)
-        )
         self._original, self.compiles = loss_fn, arguments is not None
         self.optimizer, self._scaler, self._model = optimizer, scaler, model
         self.cycle = Cycle(optimizer, accumulate)
         self.device = next(p.device for g in optimizer.param_groups for p in g["params"])
+        own = precision is not None and self.device.type == "cuda"
+        self.loss_fn: Callable = (
+            loss_fn if arguments is None else compile_loss(loss_fn, arguments, own)
+        )
         self.precision = Precision(precision, optimizer, self.roots, self.device)
         self.data = data
         check_data(data, self.device)

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What the rewriting of Dynamo's graphs asks of their nodes."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import cache
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+HALVES = (torch.float16, torch.bfloat16)
+_FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
+
+
+def is_ours(value: object) -> bool:
+    """Whether kernels of ours take such a tensor: of 16 bits, on a GPU, not empty."""
+    return (
+        isinstance(value, Tensor)
+        and value.device.type == "cuda"
+        and value.layout == torch.strided
+        and value.dtype in HALVES
+        and 0 not in value.shape
+    )
+
+
+def example(node: object) -> object:
+    """What Dynamo has seen a node to be: a fake tensor, or whatever else it stands for."""
+    return node.meta.get("example_value") if isinstance(node, Node) else None
+
+
+def only_user(node: Node) -> Node | None:
+    """The one node that reads this one, or None."""
+    return next(iter(node.users)) if len(node.users) == 1 else None
+
+
+_IN_PLACE = ("iadd", "isub", "imul", "itruediv", "ipow", "iand", "ior", "ixor", "setitem")
+
+
+def writes(node: Node) -> bool:
+    """Whether a node, by its name or its arguments, writes to something that it reads."""
+    target = node.target
+    name = target if isinstance(target, str) else getattr(target, "__name__", "")
+    in_place = (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE
+    return in_place or "out" in node.kwargs or bool(node.kwargs.get("inplace"))
+
+
+@cache
+def _signature(function: Callable) -> inspect.Signature:
+    return inspect.signature(function)
+
+
+def arguments_of(node: Node, function: Callable) -> dict[str, object]:
+    """What `node` calls `function`, which has a Python signature, with, defaults included."""
+    bound = _signature(function).bind(*node.args, **node.kwargs)
+    bound.apply_defaults()
+    return bound.arguments
+
+
+def is_rows(value: Tensor) -> bool:
+    """Whether channels, dimension 1, are side by side in memory, row after row."""
+    dims = value.dim()
+    if dims not in (2, 4, 5):
+        return False
+    return value.is_contiguous(memory_format=_FORMATS.get(dims, torch.contiguous_format))
+
+
+def same_form(a: object, b: object) -> bool:
+    """Whether one is of the other's dtype, sizes and strides, on the same device."""
+    return (
+        isinstance(a, Tensor)
+        and isinstance(b, Tensor)
+        and (a.dtype, a.device, a.shape, a.stride()) == (b.dtype, b.device, b.shape, b.stride())
+    )
