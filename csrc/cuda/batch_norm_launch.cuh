@@ -3,7 +3,6 @@
 #pragma once
 
 #include <algorithm>
-#include <cstdlib>
 
 #include "batch_norm.cuh"
 
@@ -50,7 +49,7 @@ cudaError_t launch_norm(void (*kernel)(Parameters...),
     attributes[count].val.clusterDim.y = static_cast<unsigned>(t.chunks);
     attributes[count++].val.clusterDim.z = 1;
   }
-  if (has_clusters() && std::getenv("TR_NO_PDL") == nullptr) {
+  if (has_clusters()) {
     attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attributes[count++].val.programmaticStreamSerializationAllowed = 1;
   }
