@@ -24,7 +24,8 @@ LAYERS = (
     {"_ops"},
     {"regions", "amp", "ema", "loss", "lr", "init", "graphs", "data"}
     | {"_watch", "_ahead", "_captured", "_results", "_low", "_measures", "_seed", "_debug"}
-    | {"_step_arguments", "_evaluation_arguments", "_batch_counts", "_weight_gradients"},
+    | {"_step_arguments", "_evaluation_arguments", "_batch_counts", "_weight_gradients"}
+    | {"_compiled"},
     {"optim", "distributed"},
     {"accelerate", "train_step", "evaluate", "_eager", "_verify", "_precision", "_cycle"},
     {"ab", "__init__", "__main__"},

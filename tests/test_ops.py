@@ -23,11 +23,15 @@ from torch_renaissance._ops import _C, ops
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
 
-# In test_init_op.py, test_loss_graphs_compilers.py, test_augment_draw_batch.py and test_order.py.
+# In test_init_op.py, test_loss_graphs_compilers.py, test_augment_draw_batch.py, test_order.py and
+# test_compiled_ops.py.
 OPCHECKED_ELSEWHERE = {"fill_random_", "set_debug"}
 OPCHECKED_ELSEWHERE |= {"cross_entropy", "cross_entropy_forward", "cross_entropy_backward"}
 OPCHECKED_ELSEWHERE |= {"augment", "augment_parameters", "draw_batch", "draw_batch_"}
-OPCHECKED_ELSEWHERE |= {"order", "place_cursor_", "count_autocast_steps"}
+OPCHECKED_ELSEWHERE |= {"order", "place_cursor_", "count_autocast_steps", "count_batches_"}
+OPCHECKED_ELSEWHERE |= {"batch_norm_forward", "batch_norm_backward", "column_sums"}
+OPCHECKED_ELSEWHERE |= {"bias_gelu", "bias_gelu_backward", "pack_heads"}
+OPCHECKED_ELSEWHERE |= {"layer_norm_forward", "layer_norm_backward"}
 
 
 def test_every_op_has_a_sample(device):

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
+from .._ops import ops
+
 HALVES = (torch.float16, torch.bfloat16)
 _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
@@ -45,6 +47,27 @@ def writes(node: Node) -> bool:
     name = target if isinstance(target, str) else getattr(target, "__name__", "")
     in_place = (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE
     return in_place or "out" in node.kwargs or bool(node.kwargs.get("inplace"))
+
+
+def _counts(node: Node) -> bool:
+    """Whether a node moves on counters of batches."""
+    if node.target is ops.count_batches_.default:
+        return True
+    value = example(node.args[0]) if node.target == "add_" else None
+    return isinstance(value, Tensor) and value.dtype == torch.int64 and value.dim() == 0
+
+
+def is_quiet(first: Node, last: Node) -> bool:
+    """Whether the nodes between two others compute tensors and do nothing else: none switches
+    gradients or autocast on or off, none writes to what `first` may read."""
+    node = first.next
+    while node is not last:
+        computes = isinstance(example(node), Tensor | tuple | list | int) and node.users
+        if node.op not in ("placeholder", "get_attr") and not _counts(node):
+            if writes(node) or not computes:
+                return False
+        node = node.next
+    return True
 
 
 @cache

@@ -57,7 +57,7 @@ def compile_loss(loss_fn: Callable, arguments: dict, own: bool) -> Callable:
     inductor = arguments.get("backend", "inductor") == "inductor"
     if not own or not inductor or others or not hasattr(torch, "_TorchCompileInductorWrapper"):
         return torch.compile(loss_fn, **arguments)
-    if "mode" in arguments and options:
+    if None not in (arguments.get("mode"), arguments.get("options")):
         return torch.compile(loss_fn, **arguments)  # raises
     rest = {k: v for k, v in arguments.items() if k not in ("mode", "options", "backend")}
     backend = _Backend(arguments.get("mode"), arguments.get("options"), arguments.get("dynamic"))

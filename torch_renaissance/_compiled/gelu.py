@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from .._ops import ops
-from ._graph import example, is_ours, only_user
+from ._graph import example, is_ours, is_quiet, only_user
 
 _CHANNELS = 4
 _MOST_CHANNELS = 4096
@@ -43,6 +43,8 @@ def _fits(gelu: Node) -> Node | None:
     if not isinstance(linear, Node) or linear.target is not F.linear or linear.kwargs:
         return None
     if only_user(linear) is not gelu or len(linear.args) != 3 or linear.args[2] is None:
+        return None
+    if not is_quiet(linear, gelu):
         return None
     value, bias = example(linear), example(linear.args[2])
     channels = value.shape[-1] if is_ours(value) else None

@@ -43,10 +43,15 @@ def _sums_columns(node: Node) -> bool:
     )
 
 
+# Inductor lays out what an op reads by "eager_input_vals", without which it may pad rows.
+
+
 def _replace_sum(graph: Graph, node: Node) -> None:
     keeps = len(node.args) > 2 and node.args[2]
     with graph.inserting_before(node):
-        sums = graph.call_function(ops.column_sums.default, node.args[:1], dict(node.kwargs))
+        options = dict(node.kwargs)
+        sums = graph.call_function(ops.column_sums.default, node.args[:1], options)
+        sums.meta["eager_input_vals"] = ((_value(node.args[0]),), options)
         value = _value(node)
         sums.meta["val"] = value.reshape(-1) if keeps else value
         if keeps:
@@ -68,7 +73,7 @@ def _join_sum(graph: Graph, norm: Node) -> None:
         return
     norm.args = (a, b, *norm.args[2:])
     graph.erase_node(grad)
-    if before := norm.meta.get("eager_input_vals"):  # by which Inductor lays out what is read
+    if before := norm.meta.get("eager_input_vals"):
         arguments, others = before
         norm.meta["eager_input_vals"] = ((_value(a), _value(b), *arguments[2:]), others)
 

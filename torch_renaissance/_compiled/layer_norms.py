@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from .._ops import ops
-from ._graph import HALVES, arguments_of, example, is_ours, only_user, writes
+from ._graph import HALVES, arguments_of, example, is_ours, is_quiet, only_user, writes
 from .attention import self_attention
 from .gelu import linear_gelu
 
@@ -143,9 +143,11 @@ def _only_in_stream(node: Node) -> bool:
     )
 
 
-def _parts(sum: object) -> tuple[Node, Node] | None:
+def _parts(sum: object, norm: Node) -> tuple[Node, Node] | None:
     """The stream and the branch that `sum` adds; None if it isn't such a sum."""
     if not isinstance(sum, Node) or sum.target not in _ADDS or sum.kwargs or len(sum.args) != 2:
+        return None
+    if not is_quiet(sum, norm):
         return None
     a, b = (example(n) for n in sum.args)
     if not (isinstance(a, Tensor) and isinstance(b, Tensor)) or a.shape != b.shape:
@@ -166,7 +168,7 @@ def _drops_nothing(node: Node) -> bool:
 
 def _take_bias(branch: Node, reader: Node) -> Node | None:
     """The bias of the layer whose output `reader` adds, which the layer adds no longer."""
-    node = branch
+    node, total = branch, reader
     while only_user(node) is reader and (node.target == "transpose" or _drops_nothing(node)):
         node, reader = node.args[0], node
     if only_user(node) is not reader:
@@ -177,6 +179,8 @@ def _take_bias(branch: Node, reader: Node) -> Node | None:
         if layer.target is not self_attention or only_user(layer) is not node:
             return None
     elif node.target is not F.linear or node.kwargs or len(node.args) < 3:
+        return None
+    if not is_quiet(layer, total):
         return None
     bias = layer.args[place]
     layer.update_arg(place, None)
@@ -193,7 +197,7 @@ def rewrite(graph: Graph) -> None:
         if dtype is None or not _fits(call):
             continue
         total, vectors = call["input"], (call["weight"], call["bias"], call["eps"])
-        parts = _parts(total)
+        parts = _parts(total, node)
         if parts is None or example(parts[1]).dtype != dtype:
             with graph.inserting_before(node):
                 output = graph.call_function(layer_norm, (total, *vectors, dtype))
@@ -205,6 +209,7 @@ def rewrite(graph: Graph) -> None:
                 output = graph.call_function(operator.getitem, (both, 0))
                 new = graph.call_function(operator.getitem, (both, 1))
             new.meta.update(total.meta)
+            both.meta["example_value"] = (example(node), example(total))
             total.replace_all_uses_with(new)
         output.meta["example_value"] = example(node).to(dtype)
         node.replace_all_uses_with(output)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from .._ops import ops
-from ._graph import arguments_of, example, is_ours, is_rows, only_user, same_form
+from ._graph import arguments_of, example, is_ours, is_quiet, is_rows, only_user, same_form
 
 _ADDS = (operator.iadd, operator.add, torch.add, "add_", "add")
 _RELUS = (F.relu, F.relu_, torch.relu, torch.relu_, "relu", "relu_")
@@ -137,7 +137,7 @@ def _bias_of(conv: object, norm: Node) -> Node | None:
     convolutions = (torch.conv1d, torch.conv2d, torch.conv3d)
     if not isinstance(conv, Node) or conv.target not in convolutions:
         return None
-    if only_user(conv) is not norm or len(conv.args) < 3 or "bias" in conv.kwargs:
+    if only_user(conv) is not norm or len(conv.args) < 3 or not is_quiet(conv, norm):
         return None
     return conv.args[2]
 
@@ -154,9 +154,9 @@ def rewrite(graph: Graph) -> None:
         last, residual = node, None
         adds = only_user(node)
         added = _residual(adds, node)
-        if added is not None and _is_untouched(node, adds, reads):
+        if added is not None and is_quiet(node, adds) and _is_untouched(node, adds, reads):
             last, residual = adds, added
-        relu = _is_relu(only_user(last), last)
+        relu = _is_relu(only_user(last), last) and is_quiet(last, only_user(last))
         conv = call["input"]
         absent_bias = _bias_of(conv, node)
         if absent_bias is not None:
