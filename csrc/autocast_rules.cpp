@@ -58,6 +58,8 @@ bool is_aligned(const at::Tensor& t) {
   return reinterpret_cast<uintptr_t>(t.const_data_ptr()) % 16 == 0;
 }
 
+at::Tensor aligned(const at::Tensor& t) { return is_aligned(t) ? t : t.clone(); }
+
 TORCH_LIBRARY_FRAGMENT(torch_renaissance, m) {
   m.def("count_autocast_steps(int change) -> ()", count_autocast_steps);
 }

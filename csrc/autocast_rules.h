@@ -32,6 +32,8 @@ bool is_plain(const at::Tensor& t);
 
 // For vectors of 16 bytes.
 bool is_aligned(const at::Tensor& t);
+// The tensor, or where it isn't aligned a copy in its layout.
+at::Tensor aligned(const at::Tensor& t);
 
 // An op, as what a rule hands on to.
 template <typename F>

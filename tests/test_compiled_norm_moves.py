@@ -29,6 +29,16 @@ def test_running_statistics_that_are_read_in_between(backend):
     assert joined(check(model(function), X, R, backend=backend)) == [""]
 
 
+def test_running_statistics_that_are_read_through_a_view():
+    def function(m, x, r):
+        view = m.norm.running_mean.view(2, 4)
+        y = m.norm(x)
+        scale = view.sum() + 1
+        return (y + r) * scale
+
+    assert joined(check(model(function), X, R)) == [""]
+
+
 WITHOUT_GRADIENTS = {
     "convolution": "residual relu",
     "norm": "",

@@ -23,14 +23,13 @@ at::Tensor like_input(const at::Tensor& grad, const at::Tensor& input) {
               input.sizes(),
               ", got ",
               grad.sizes());
-  const at::Tensor rows = grad.to(input.scalar_type()).contiguous(format_of_rows(input));
-  return is_aligned(rows) ? rows : rows.clone();
+  return aligned(grad.to(input.scalar_type()).contiguous(format_of_rows(input)));
 }
 
-void check_rows(const char* name, const at::Tensor& t, const at::Tensor& input) {
-  TORCH_CHECK(t.sizes() == input.sizes() && t.strides() == input.strides() &&
-                  t.scalar_type() == input.scalar_type() && t.device() == input.device() &&
-                  is_aligned(t),
+// A tensor that must be like input, as the kernels read it.
+at::Tensor rows_like(const char* name, const at::Tensor& t, const at::Tensor& input) {
+  TORCH_CHECK(t.sizes() == input.sizes() && t.is_contiguous(format_of_rows(input)) &&
+                  t.scalar_type() == input.scalar_type() && t.device() == input.device(),
               "batch_norm: ",
               name,
               " must be like input, got ",
@@ -39,6 +38,7 @@ void check_rows(const char* name, const at::Tensor& t, const at::Tensor& input) 
               t.sizes(),
               " with strides ",
               t.strides());
+  return aligned(t);
 }
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor> batch_norm_forward(
@@ -52,7 +52,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> batch_norm_forward(
     double momentum,
     double eps,
     bool relu) {
-  TORCH_CHECK(takes_norm(input, weight, bias, running_mean, running_var, true),
+  const at::Tensor x = aligned(input);
+  TORCH_CHECK(takes_norm(x, weight, bias, running_mean, running_var, true),
               "batch_norm_forward: takes float16 or bfloat16 with channels last in memory, a "
               "multiple of ",
               kNormVector,
@@ -67,9 +68,10 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> batch_norm_forward(
   at::Tensor output = at::empty_like(input);
   at::Tensor mean = at::empty_like(weight), invstd = at::empty_like(weight);
   BatchNorm n{};
+  at::Tensor added;
   if (residual.has_value()) {
-    check_rows("residual", *residual, input);
-    n.residual = residual->const_data_ptr();
+    added = rows_like("residual", *residual, input);
+    n.residual = added.const_data_ptr();
   }
   if (absent_bias.has_value()) {
     TORCH_CHECK(absent_bias->is_contiguous() && absent_bias->sizes() == weight.sizes() &&
@@ -81,7 +83,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> batch_norm_forward(
                 absent_bias->sizes());
     n.absent_bias = absent_bias->const_data_ptr();
   }
-  n.input = const_cast<void*>(input.const_data_ptr());  // written to for an input_bias alone
+  n.input = const_cast<void*>(x.const_data_ptr());  // written to for an input_bias alone
   n.output = output.mutable_data_ptr();
   n.relu = relu;
   n.weight = weight.const_data_ptr<float>();
@@ -94,7 +96,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> batch_norm_forward(
   }
   n.momentum = static_cast<float>(momentum);
   n.eps = static_cast<float>(eps);
-  launch_batch_norm(n, input);
+  launch_batch_norm(n, x);
   return {output, mean, invstd};
 }
 
@@ -109,34 +111,35 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> batch_nor
     const std::optional<at::Tensor>& result,
     bool relu,
     bool has_absent_bias) {
-  TORCH_CHECK(takes_norm(input, weight, bias, mean, invstd, true),
+  const at::Tensor x = aligned(input);
+  TORCH_CHECK(takes_norm(x, weight, bias, mean, invstd, true),
               "batch_norm_backward: input must be what batch_norm_forward takes");
   TORCH_CHECK(!more_grad.has_value() || result.has_value(),
               "batch_norm_backward: more_grad needs a result");
   const at::Tensor rows = like_input(grad, input), none = input.new_empty({0});
   const at::Tensor more = more_grad.has_value() ? like_input(*more_grad, input) : none;
-  at::Tensor grad_input = at::empty_like(input), grad_residual = none;
+  at::Tensor grad_input = at::empty_like(input), grad_residual = none, passed_by;
   at::Tensor grad_weight = at::empty_like(weight), grad_bias = at::empty_like(bias);
   BatchNormBackward n{};
   n.mask = result.has_value() ? NormMask::kOfResult : relu ? NormMask::kOfOutput : NormMask::kNone;
   n.grad = rows.const_data_ptr();
   n.more_grad = more_grad.has_value() ? more.const_data_ptr() : nullptr;
   if (result.has_value()) {
-    check_rows("result", *result, input);
+    passed_by = rows_like("result", *result, input);
     grad_residual = at::empty_like(input);
-    n.result = result->const_data_ptr();
+    n.result = passed_by.const_data_ptr();
     n.grad_residual = grad_residual.mutable_data_ptr();
   }
   n.grad_input = grad_input.mutable_data_ptr();
   n.grad_weight = grad_weight.mutable_data_ptr<float>();
   n.grad_bias = grad_bias.mutable_data_ptr<float>();
-  n.input = input.const_data_ptr();
+  n.input = x.const_data_ptr();
   n.weight = weight.const_data_ptr<float>();
   n.bias = bias.const_data_ptr<float>();
   n.mean = mean.const_data_ptr<float>();
   n.invstd = invstd.const_data_ptr<float>();
   at::Tensor absent = none.clone();
-  launch_batch_norm_backward(n, input, has_absent_bias ? &absent : nullptr);
+  launch_batch_norm_backward(n, x, has_absent_bias ? &absent : nullptr);
   if (has_absent_bias && n.grad_input_bias == nullptr) {
     std::vector<int64_t> dims(input.dim());
     std::iota(dims.begin(), dims.end(), 0);

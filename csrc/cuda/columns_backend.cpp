@@ -23,7 +23,7 @@ namespace {
 Columns columns_of(const char* op, const at::Tensor& matrix) {
   const int64_t channels = matrix.dim() == 0 ? 0 : matrix.size(-1);
   const bool halves = matrix.scalar_type() == at::kHalf || matrix.scalar_type() == at::kBFloat16;
-  TORCH_CHECK(halves && matrix.is_contiguous() && matrix.numel() > 0 && is_aligned(matrix) &&
+  TORCH_CHECK(halves && matrix.is_contiguous() && matrix.numel() > 0 &&
                   channels % kNormVector == 0 && channels <= kMostNormChannels &&
                   matrix.numel() / channels <= kMostNormRows,
               op,
@@ -48,8 +48,7 @@ Columns columns_of(const char* op, const at::Tensor& matrix) {
 
 void take_bias(const char* op, Columns& c, const at::Tensor& input, const at::Tensor& bias) {
   TORCH_CHECK(bias.dim() == 1 && bias.size(0) == c.channels && bias.is_contiguous() &&
-                  bias.scalar_type() == input.scalar_type() && bias.device() == input.device() &&
-                  is_aligned(bias),
+                  bias.scalar_type() == input.scalar_type() && bias.device() == input.device(),
               op,
               ": bias must be a contiguous tensor of shape [",
               c.channels,
@@ -62,7 +61,8 @@ void take_bias(const char* op, Columns& c, const at::Tensor& input, const at::Te
 
 at::Tensor column_sums(const at::Tensor& matrix, std::optional<at::ScalarType> dtype) {
   TORCH_CHECK(matrix.dim() == 2, "column_sums: takes a matrix, got shape ", matrix.sizes());
-  Columns c = columns_of("column_sums", matrix);
+  const at::Tensor x = aligned(matrix);
+  Columns c = columns_of("column_sums", x);
   const c10::cuda::CUDAGuard guard(matrix.device());
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
   const at::ScalarType found = dtype.value_or(matrix.scalar_type());
@@ -79,8 +79,9 @@ at::Tensor column_sums(const at::Tensor& matrix, std::optional<at::ScalarType> d
 }
 
 at::Tensor bias_gelu(const at::Tensor& input, const at::Tensor& bias, bool tanh) {
-  Columns c = columns_of("bias_gelu", input);
-  take_bias("bias_gelu", c, input, bias);
+  const at::Tensor x = aligned(input), vector = aligned(bias);
+  Columns c = columns_of("bias_gelu", x);
+  take_bias("bias_gelu", c, x, vector);
   const c10::cuda::CUDAGuard guard(input.device());
   at::Tensor output = at::empty_like(input);
   c.tanh = tanh;
@@ -94,8 +95,9 @@ std::tuple<at::Tensor, at::Tensor> bias_gelu_backward(const at::Tensor& grad,
                                                       const at::Tensor& input,
                                                       const at::Tensor& bias,
                                                       bool tanh) {
-  Columns c = columns_of("bias_gelu_backward", input);
-  take_bias("bias_gelu_backward", c, input, bias);
+  const at::Tensor x = aligned(input), vector = aligned(bias);
+  Columns c = columns_of("bias_gelu_backward", x);
+  take_bias("bias_gelu_backward", c, x, vector);
   TORCH_CHECK(grad.sizes() == input.sizes() && grad.scalar_type() == input.scalar_type() &&
                   grad.device() == input.device(),
               "bias_gelu_backward: grad must be like input, got ",
@@ -104,8 +106,7 @@ std::tuple<at::Tensor, at::Tensor> bias_gelu_backward(const at::Tensor& grad,
               grad.sizes());
   const c10::cuda::CUDAGuard guard(input.device());
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
-  at::Tensor rows = grad.contiguous();
-  if (!is_aligned(rows)) rows = rows.clone();
+  const at::Tensor rows = aligned(grad.contiguous());
   at::Tensor grad_input = at::empty_like(input), grad_bias = at::empty_like(bias);
   c.tanh = tanh;
   c.grad = rows.const_data_ptr();

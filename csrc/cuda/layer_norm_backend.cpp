@@ -16,14 +16,15 @@
 namespace torch_renaissance {
 namespace {
 
-// Checks that `t` is contiguous, aligned, and of this dtype and shape, on the device of `like`.
-void check_form(const char* name,
-                const at::Tensor& t,
-                at::ScalarType dtype,
-                at::IntArrayRef shape,
-                const at::Tensor& like) {
+// Checks that `t` is contiguous and of this dtype and shape, on the device of `like`. Returns it as
+// the kernels read it.
+at::Tensor fitting(const char* name,
+                   const at::Tensor& t,
+                   at::ScalarType dtype,
+                   at::IntArrayRef shape,
+                   const at::Tensor& like) {
   TORCH_CHECK(t.scalar_type() == dtype && t.sizes() == shape && t.is_contiguous() &&
-                  t.device() == like.device() && is_aligned(t),
+                  t.device() == like.device(),
               "layer_norm: ",
               name,
               " must be a contiguous ",
@@ -36,10 +37,12 @@ void check_form(const char* name,
               t.sizes(),
               " with strides ",
               t.strides());
+  return aligned(t);
 }
 
+// Of float32 rows, whose result or gradient is `halves`.
 template <typename Norm>
-Norm rows_of(const at::Tensor& input, const at::Tensor& weight, at::ScalarType halves) {
+Norm rows_of(const at::Tensor& input, at::ScalarType halves) {
   const int64_t channels = input.dim() == 0 ? 0 : input.size(-1);
   TORCH_CHECK(channels > 0 && channels % kLayerNormVector == 0 &&
                   channels <= kMostLayerNormChannels && input.numel() > 0,
@@ -52,13 +55,10 @@ Norm rows_of(const at::Tensor& input, const at::Tensor& weight, at::ScalarType h
   TORCH_CHECK(halves == at::kHalf || halves == at::kBFloat16,
               "layer_norm: the output is float16 or bfloat16, got ",
               halves);
-  check_form("input", input, at::kFloat, input.sizes(), input);
-  check_form("weight", weight, at::kFloat, {channels}, input);
   Norm n{};
   n.channels = static_cast<int>(channels);
   n.rows = input.numel() / channels;
   n.bfloat16 = halves == at::kBFloat16;
-  n.weight = weight.const_data_ptr<float>();
   return n;
 }
 
@@ -70,24 +70,28 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> layer_norm_forward(
     const at::Tensor& bias,
     double eps,
     at::ScalarType dtype) {
-  LayerNorm n = rows_of<LayerNorm>(input, weight, dtype);
-  check_form("bias", bias, at::kFloat, weight.sizes(), input);
+  auto n = rows_of<LayerNorm>(input, dtype);
+  const at::Tensor x = fitting("input", input, at::kFloat, input.sizes(), input);
+  const at::Tensor w = fitting("weight", weight, at::kFloat, {n.channels}, input);
+  const at::Tensor b = fitting("bias", bias, at::kFloat, weight.sizes(), input);
   TORCH_CHECK(branch.has_value() || !branch_bias.has_value(),
               "layer_norm_forward: branch_bias needs a branch");
+  at::Tensor more, more_bias;
   if (branch.has_value()) {
-    check_form("branch", *branch, dtype, input.sizes(), input);
-    n.branch = branch->const_data_ptr();
+    more = fitting("branch", *branch, dtype, input.sizes(), input);
+    n.branch = more.const_data_ptr();
   }
   if (branch_bias.has_value()) {
-    check_form("branch_bias", *branch_bias, dtype, weight.sizes(), input);
-    n.branch_bias = branch_bias->const_data_ptr();
+    more_bias = fitting("branch_bias", *branch_bias, dtype, weight.sizes(), input);
+    n.branch_bias = more_bias.const_data_ptr();
   }
   const c10::cuda::CUDAGuard guard(input.device());
   at::Tensor output = at::empty_like(input, input.options().dtype(dtype));
   at::Tensor sum = branch.has_value() ? at::empty_like(input) : input.new_empty({0});
   at::Tensor mean = input.new_empty({n.rows}), rstd = at::empty_like(mean);
-  n.input = input.const_data_ptr<float>();
-  n.bias = bias.const_data_ptr<float>();
+  n.input = x.const_data_ptr<float>();
+  n.weight = w.const_data_ptr<float>();
+  n.bias = b.const_data_ptr<float>();
   n.sum = sum.mutable_data_ptr<float>();
   n.output = output.mutable_data_ptr();
   n.mean = mean.mutable_data_ptr<float>();
@@ -106,14 +110,17 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> layer_nor
     const at::Tensor& rstd,
     bool has_branch,
     bool has_branch_bias) {
-  auto n = rows_of<LayerNormBackward>(sum, weight, grad.scalar_type());
-  check_form("grad", grad, grad.scalar_type(), sum.sizes(), sum);
-  check_form("mean", mean, at::kFloat, {n.rows}, sum);
-  check_form("rstd", rstd, at::kFloat, {n.rows}, sum);
+  auto n = rows_of<LayerNormBackward>(sum, grad.scalar_type());
+  const at::Tensor x = fitting("sum", sum, at::kFloat, sum.sizes(), sum);
+  const at::Tensor w = fitting("weight", weight, at::kFloat, {n.channels}, sum);
+  const at::Tensor g = fitting("grad", grad, grad.scalar_type(), sum.sizes(), sum);
+  const at::Tensor means = fitting("mean", mean, at::kFloat, {n.rows}, sum);
+  const at::Tensor rstds = fitting("rstd", rstd, at::kFloat, {n.rows}, sum);
   TORCH_CHECK(has_branch || !has_branch_bias, "layer_norm_backward: branch_bias needs a branch");
+  at::Tensor rest;
   if (grad_sum.has_value()) {
-    check_form("grad_sum", *grad_sum, at::kFloat, sum.sizes(), sum);
-    n.grad_sum = grad_sum->const_data_ptr<float>();
+    rest = fitting("grad_sum", *grad_sum, at::kFloat, sum.sizes(), sum);
+    n.grad_sum = rest.const_data_ptr<float>();
   }
   const c10::cuda::CUDAGuard guard(sum.device());
   const auto halves = grad.options();
@@ -122,10 +129,11 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> layer_nor
   at::Tensor grad_branch = has_branch ? at::empty_like(sum, halves) : none;
   at::Tensor grad_weight = at::empty_like(weight), grad_bias = at::empty_like(weight);
   at::Tensor of_branch_bias = has_branch_bias ? at::empty_like(weight, halves) : none.clone();
-  n.grad = grad.const_data_ptr();
-  n.sum = sum.const_data_ptr<float>();
-  n.mean = mean.const_data_ptr<float>();
-  n.rstd = rstd.const_data_ptr<float>();
+  n.grad = g.const_data_ptr();
+  n.sum = x.const_data_ptr<float>();
+  n.weight = w.const_data_ptr<float>();
+  n.mean = means.const_data_ptr<float>();
+  n.rstd = rstds.const_data_ptr<float>();
   n.grad_input = grad_input.mutable_data_ptr<float>();
   n.grad_weight = grad_weight.mutable_data_ptr<float>();
   n.grad_bias = grad_bias.mutable_data_ptr<float>();

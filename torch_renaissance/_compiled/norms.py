@@ -102,15 +102,16 @@ def _fits(call: dict[str, object]) -> bool:
     )
 
 
-def _reads(node: Node, values: list[object]) -> bool:
-    return any(value in node.all_input_nodes for value in values if value is not None)
+def _memory(node: object) -> int | None:
+    value = example(node)
+    return value.untyped_storage()._cdata if isinstance(value, Tensor) else None
 
 
 def _is_untouched(first: Node, last: Node, values: list[object]) -> bool:
-    """Whether nothing between two nodes reads what `first` does, or writes to it therefore."""
-    node = first.next
+    """Whether nothing between two nodes reads what `first` does, or memory that it writes to."""
+    read, node = {_memory(value) for value in values if value is not None}, first.next
     while node is not last:
-        if _reads(node, values):
+        if not read.isdisjoint(map(_memory, node.all_input_nodes)):
             return False
         node = node.next
     return True
