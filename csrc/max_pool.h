@@ -30,4 +30,12 @@ struct MaxPool {
   void* grad_input;
 };
 
+// As torch counts: with ceil_mode also one that is cut off, if it begins before the input's end.
+inline int64_t count_windows(int64_t size, int kernel, int stride, int padding, bool ceil_mode) {
+  const int64_t room = size + 2 * padding - kernel + (ceil_mode ? stride - 1 : 0);
+  if (room < 0) return 0;
+  const int64_t windows = room / stride + 1;
+  return ceil_mode && (windows - 1) * stride >= size + padding ? windows - 1 : windows;
+}
+
 }  // namespace torch_renaissance

@@ -159,8 +159,39 @@ def layer_norm_backward(grad, grad_sum, sum, weight, mean, rstd, has_branch, has
     )
 
 
+def _corners(pooled, stride, padding):
+    """The first row and column of each window, (rows, 1) and (columns,)."""
+    first = [torch.arange(n) * s - p for n, s, p in zip(pooled, stride, padding, strict=True)]
+    return first[0][:, None], first[1]
+
+
+def max_pool2d_forward(input, kernel_size, stride, padding, ceil_mode):
+    assert input.dtype in _graph.HALVES and _graph.is_rows(input), "max_pool2d_forward: input"
+    assert input.shape[1] % 8 == 0, "max_pool2d_forward: channels"
+    y, places = F.max_pool2d(
+        input.float(), kernel_size, stride, padding, 1, ceil_mode, return_indices=True
+    )
+    rows, columns = _corners(y.shape[2:], stride, padding)
+    width = input.shape[3]
+    within = (places // width - rows) * kernel_size[1] + places % width - columns
+    form = {"memory_format": torch.channels_last}
+    return y.to(input.dtype).contiguous(**form), within.to(torch.uint8).contiguous(**form)
+
+
+def max_pool2d_backward(grad, positions, size, kernel_size, stride, padding):
+    assert grad.shape == positions.shape, "max_pool2d_backward: shapes"
+    rows, columns = _corners(grad.shape[2:], stride, padding)
+    within = positions.long()
+    places = (within // kernel_size[1] + rows) * size[1] + within % kernel_size[1] + columns
+    found = torch.zeros(*grad.shape[:2], size[0] * size[1])
+    found.scatter_add_(2, places.flatten(2), grad.float().flatten(2))
+    found = found.view(*grad.shape[:2], *size).to(grad.dtype)
+    return found.contiguous(memory_format=torch.channels_last)
+
+
 OPS = [batch_norm_forward, batch_norm_backward, column_sums, bias_gelu, bias_gelu_backward]
 OPS += [pack_heads, layer_norm_forward, layer_norm_backward]
+OPS += [max_pool2d_forward, max_pool2d_backward]
 
 
 def takes(value):

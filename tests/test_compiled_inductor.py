@@ -46,6 +46,7 @@ class Block(nn.Module):
 
 def residual_net():
     stem = nn.Conv2d(3, 8, 3, 1, 1, bias=False), nn.BatchNorm2d(8), nn.ReLU(inplace=True)
+    stem += (nn.MaxPool2d(3, 2, 1),)
     head = nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 4)
     blocks = Block(8, 8, 1), Block(8, 16, 2), Block(16, 16, 1)
     return nn.Sequential(*stem, *blocks, *head).to(memory_format=torch.channels_last)
@@ -103,6 +104,7 @@ def test_a_residual_net():
     # Of the last block's input, which is the result of the one before, and of the second's.
     assert sum(more is not None for _, more, *_ in calls["batch_norm_backward"]) == 4
     assert calls["column_sums"]
+    assert len(calls["max_pool2d_forward"]) == len(calls["max_pool2d_backward"]) == 2
 
 
 def test_a_transformer():

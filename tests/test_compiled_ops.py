@@ -57,6 +57,14 @@ def heads(batch, heads, length, size):
     return packed.permute(2, 0, 3, 1, 4)
 
 
+WINDOW = (3, 3), (2, 2), (1, 1)
+
+
+def pool_backward(shape, size):
+    positions = torch.full(shape, 4).contiguous(memory_format=torch.channels_last)  # the middle
+    return rows(*shape), positions, size, *WINDOW
+
+
 SMALL, LARGE, FLAT = (2, 12, 3, 3), (32, 64, 56, 56), (200, 96)
 SAMPLES = {
     "norm": ("batch_norm_forward", forward(SMALL)),
@@ -77,6 +85,11 @@ SAMPLES = {
     "layer norm's backward": ("layer_norm_backward", stream_backward((5, 12), branch=False)),
     "of a sum, backward": ("layer_norm_backward", stream_backward((2, 3, 12))),
     "large, backward": ("layer_norm_backward", stream_backward((12608, 768))),
+    "pool": ("max_pool2d_forward", (rows(2, 8, 7, 9), *WINDOW, False)),
+    "pool, cut off": ("max_pool2d_forward", (rows(2, 16, 6, 8), *WINDOW, True)),
+    "large pool": ("max_pool2d_forward", (rows(32, 64, 112, 112), *WINDOW, False)),
+    "pool's backward": ("max_pool2d_backward", pool_backward((2, 8, 4, 5), (7, 9))),
+    "large pool's backward": ("max_pool2d_backward", pool_backward((32, 64, 56, 56), (112, 112))),
     "counters": ("count_batches_", ([torch.tensor(n) for n in (0, 7, 1 << 40)],)),
     "sums": ("column_sums", (rows(33, 12),)),
     "large sums": ("column_sums", (rows(12608, 768),)),
@@ -104,7 +117,8 @@ def sample(name, dtype, device):
             return dtype
         if not isinstance(value, torch.Tensor):
             return tree_map_only(torch.Tensor, lambda t: t.clone().to(device), value)
-        return value.to(device, torch.float32 if argument.name in wide else dtype, copy=True)
+        kind = torch.float32 if argument.name in wide else dtype
+        return value.to(device, torch.uint8 if argument.name == "positions" else kind, copy=True)
 
     return op, tuple(map(cast, op._schema.arguments, given))
 

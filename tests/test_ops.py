@@ -32,6 +32,7 @@ OPCHECKED_ELSEWHERE |= {"order", "place_cursor_", "count_autocast_steps", "count
 OPCHECKED_ELSEWHERE |= {"batch_norm_forward", "batch_norm_backward", "column_sums"}
 OPCHECKED_ELSEWHERE |= {"bias_gelu", "bias_gelu_backward", "pack_heads"}
 OPCHECKED_ELSEWHERE |= {"layer_norm_forward", "layer_norm_backward"}
+OPCHECKED_ELSEWHERE |= {"max_pool2d_forward", "max_pool2d_backward"}
 
 
 def test_every_op_has_a_sample(device):

@@ -35,7 +35,7 @@ class Encoder(nn.Module):
 
 
 MODELS = {
-    "convolutions": (residual_net, (32, 3, 16, 16), ["batch_norm"]),
+    "convolutions": (residual_net, (32, 3, 16, 16), ["batch_norm", "max_pool"]),
     "norm last": (Transformer, (32, 3, 8, 8), ["gelu_kernel", "pack_heads"]),
     "encoder": (
         Encoder,

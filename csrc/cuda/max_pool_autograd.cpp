@@ -24,16 +24,15 @@
 
 #include "../autocast_rules.h"
 #include "../autograd_node.h"
-#include "max_pool.h"
+#include "max_pool_calls.h"
 
 namespace torch_renaissance {
-namespace {
-
-constexpr auto kPoolFormat = at::MemoryFormat::ChannelsLast;
 
 at::Tensor empty_pooled(at::IntArrayRef sizes, const at::Tensor& like, at::ScalarType dtype) {
   return at::empty(sizes, like.options().dtype(dtype), kPoolFormat);
 }
+
+namespace {
 
 // -- Autograd ------------------------------------------------------------------------------------
 
@@ -133,22 +132,16 @@ bool read(at::IntArrayRef from, int64_t least, int64_t most, int (&to)[2]) {
   return true;
 }
 
-// As torch counts: with ceil_mode also one that is cut off, if it begins before the input's end.
-int64_t count_windows(int64_t size, int kernel, int stride, int padding, bool ceil_mode) {
-  const int64_t room = size + 2 * padding - kernel + (ceil_mode ? stride - 1 : 0);
-  if (room < 0) return 0;
-  const int64_t windows = room / stride + 1;
-  return ceil_mode && (windows - 1) * stride >= size + padding ? windows - 1 : windows;
-}
+}  // namespace
 
 // What torch would refuse is left to it too.
-bool describe(const at::Tensor& input,
-              at::IntArrayRef kernel_size,
-              at::IntArrayRef stride,
-              at::IntArrayRef padding,
-              at::IntArrayRef dilation,
-              bool ceil_mode,
-              MaxPool& p) {
+bool describe_pool(const at::Tensor& input,
+                   at::IntArrayRef kernel_size,
+                   at::IntArrayRef stride,
+                   at::IntArrayRef padding,
+                   at::IntArrayRef dilation,
+                   bool ceil_mode,
+                   MaxPool& p) {
   const at::ScalarType dtype = input.scalar_type();
   if (!is_plain(input) || (dtype != at::kHalf && dtype != at::kBFloat16) || input.dim() != 4 ||
       input.numel() == 0 || input.size(1) % kPoolChannels != 0 ||
@@ -182,6 +175,8 @@ bool describe(const at::Tensor& input,
   return true;
 }
 
+namespace {
+
 at::Tensor max_pool2d(c10::DispatchKeySet keys,
                       const at::Tensor& input,
                       at::IntArrayRef kernel_size,
@@ -191,7 +186,7 @@ at::Tensor max_pool2d(c10::DispatchKeySet keys,
                       bool ceil_mode) {
   MaxPool p{};
   if (!within_step(input) ||
-      !describe(input, kernel_size, stride, padding, dilation, ceil_mode, p)) {
+      !describe_pool(input, kernel_size, stride, padding, dilation, ceil_mode, p)) {
     return at::_ops::max_pool2d::redispatch(
         keys & kBelowAutocast, input, kernel_size, stride, padding, dilation, ceil_mode);
   }

@@ -12,6 +12,7 @@
 #include "../draw_batch.cpp"
 #include "../init.cpp"
 #include "../layer_norm.cpp"
+#include "../max_pool.cpp"
 #include "../ops.cpp"
 #include "../order.cpp"
 #ifdef TR_WITH_CUDA
@@ -27,5 +28,6 @@
 #include "../cuda/cross_entropy_backend.cpp"
 #include "../cuda/layer_norm_backend.cpp"
 #include "../cuda/max_pool_autograd.cpp"
+#include "../cuda/max_pool_backend.cpp"
 #include "../cuda/tickets.cpp"
 #endif

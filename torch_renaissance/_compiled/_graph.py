@@ -90,6 +90,11 @@ def is_rows(value: Tensor) -> bool:
     return value.is_contiguous(memory_format=_FORMATS.get(dims, torch.contiguous_format))
 
 
+def pair(value: object) -> tuple:
+    """An argument for rows and columns: one number for both, or each its own."""
+    return (value, value) if isinstance(value, int) else tuple(value)
+
+
 def same_form(a: object, b: object) -> bool:
     """Whether one is of the other's dtype, sizes and strides, on the same device."""
     return (

@@ -8,14 +8,14 @@ from collections.abc import Callable
 import torch
 from torch.fx import GraphModule
 
-from . import attention, counters, gelu, layer_norms, norms, patches
+from . import attention, counters, gelu, layer_norms, norms, patches, pools
 
 _PASS = "post_grad_custom_pre_pass"
 
 
 def rewrite(module: GraphModule) -> None:
     """Functions in it whose kernels are ours; those of graphs within it stay Inductor's."""
-    for part in (counters, norms, gelu, attention, patches, layer_norms):
+    for part in (counters, norms, pools, gelu, attention, patches, layer_norms):
         part.rewrite(module.graph)
     module.graph.lint()
     module.recompile()

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from ._graph import example, is_ours
+from ._graph import example, is_ours, pair
 
 _CHANNELS = 8  # of the input: a multiple of these is what convolutions are quick with
 _DEFAULTS = (None, 1, 0, 1, 1)  # bias, stride, padding, dilation, groups
@@ -31,10 +31,6 @@ def patch_embedding(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tenso
     return found.permute(0, 3, 1, 2).contiguous()
 
 
-def _pair(value: object) -> tuple:
-    return (value, value) if isinstance(value, int) else tuple(value)
-
-
 def _fits(node: Node) -> bool:
     if len(node.args) < 2 or node.kwargs:
         return False
@@ -52,9 +48,9 @@ def _fits(node: Node) -> bool:
         and result.is_contiguous()
         and weight.shape[1] % _CHANNELS != 0
         and kernel != (1, 1)
-        and _pair(stride) == kernel
-        and _pair(padding) == (0, 0)
-        and _pair(dilation) == (1, 1)
+        and pair(stride) == kernel
+        and pair(padding) == (0, 0)
+        and pair(dilation) == (1, 1)
         and groups == 1
         and all(isinstance(n, int) and n % k == 0 for n, k in zip(x.shape[2:], kernel, strict=True))
     )
