@@ -179,6 +179,14 @@ def without_autocast(m, x):
         return m.out(y)
 
 
+def by_name(m, x):
+    return F.linear(input=m.norm(x), weight=m.out.weight, bias=m.out.bias)
+
+
+def as_a_weight(m, x):
+    return F.linear(x, m.norm(x).flatten(0, 1)[:8])
+
+
 def viewed_as_a_dtype(m, x):
     y = m.norm(x)
     return m.out(y.view(y.dtype))
@@ -186,7 +194,15 @@ def viewed_as_a_dtype(m, x):
 
 @pytest.mark.parametrize(
     "function",
-    [read_in_float32, afterwards, in_16_bits_already, without_autocast, viewed_as_a_dtype],
+    [
+        read_in_float32,
+        afterwards,
+        in_16_bits_already,
+        without_autocast,
+        by_name,
+        as_a_weight,
+        viewed_as_a_dtype,
+    ],
 )
 def test_what_reads_it(function):
     assert "norm" not in found(function)

@@ -51,6 +51,8 @@ class TrainStep:
         max_graphs: graphs kept. Beyond, a graph that wasn't used for 100 calls makes room.
         compile: compile `loss_fn` with `torch.compile`; its kernels become part of the graph. Also
             a mode of torch.compile or a dict of its arguments; graphs of its own are left out.
+            With `precision` on a GPU some of Inductor's kernels are replaced by ours: norms,
+            pooling, GELU and gradients of biases (docs/train_step.md says when).
         verify: compare the first replay of each graph with an eager step from the same state, and
             stay eager where they differ.
         strict: raise a `tr.CaptureError` instead of falling back.

@@ -93,7 +93,7 @@ def _fits(node: Node, call: dict[str, object]) -> bool:
 
 def _batch_comes_first(node: Node) -> bool:
     """Whether its result is transposed at once, and nothing else asks for its strides."""
-    results = [user for user in node.users if user.args[1] == 0]
+    results = [user for user in node.users if user.args[1:] == (0,)]
     readers = [reader for result in results for reader in result.users]
     return bool(readers) and all(
         reader.target == "transpose" and sorted(reader.args[1:]) == [0, 1] for reader in readers

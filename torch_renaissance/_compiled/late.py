@@ -26,7 +26,7 @@ def _value(node: object) -> object:
 
 
 def _sums_columns(node: Node) -> bool:
-    if node.target is not _aten.sum.dim_IntList or list(node.args[1]) != [0]:
+    if node.target is not _aten.sum.dim_IntList or node.args[1:2] != ([0],):
         return False
     matrix = _value(node.args[0])
     if not is_ours(matrix) or matrix.dim() != 2 or not matrix.is_contiguous():

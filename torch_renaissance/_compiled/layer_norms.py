@@ -97,7 +97,7 @@ def _dtype_of_readers(node: Node) -> torch.dtype | None:
     for user in node.users:
         place = _READERS.get(user.target)
         if place is not None and user.op == "call_function":
-            if user.all_input_nodes.count(node) != 1 or user.args[place] is not node:
+            if user.all_input_nodes.count(node) != 1 or user.args[place : place + 1] != (node,):
                 return None
             value = example(user)
             value = value[0] if isinstance(value, tuple) else value
