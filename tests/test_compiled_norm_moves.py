@@ -29,6 +29,19 @@ def test_running_statistics_that_are_read_in_between(backend):
     assert joined(check(model(function), X, R, backend=backend)) == [""]
 
 
+def test_parameters_that_share_memory():
+    """As those of one region do: what reads another one in between doesn't matter."""
+
+    def function(m, x, r):
+        (a, b, c, d), n, o = m.region.split(8), m.norm, m.aside
+        y = F.batch_norm(x, n.running_mean, n.running_var, a, b, True)
+        return F.relu(y + F.batch_norm(r, o.running_mean, o.running_var, c, d, True))
+
+    whole = model(function, aside=nn.BatchNorm2d(8))
+    whole.region = nn.Parameter(torch.linspace(0.5, 1.5, 32))
+    assert joined(check(whole, X, R)) == ["", "residual relu"]
+
+
 def test_running_statistics_that_are_read_through_a_view():
     def function(m, x, r):
         view = m.norm.running_mean.view(2, 4)

@@ -107,14 +107,14 @@ def _memory(node: object) -> int | None:
     return value.untyped_storage()._cdata if isinstance(value, Tensor) else None
 
 
-def _is_untouched(first: Node, last: Node, values: list[object]) -> bool:
-    """Whether nothing between two nodes reads what `first` does, or memory that it writes to."""
-    read, node = {_memory(value) for value in values if value is not None}, first.next
+def _reads_between(first: Node, last: Node, stats: list[object]) -> bool:
+    """Whether something between two nodes reads the running statistics that `first` writes to."""
+    written, node = {_memory(value) for value in stats if value is not None}, first.next
     while node is not last:
-        if not read.isdisjoint(map(_memory, node.all_input_nodes)):
-            return False
+        if not written.isdisjoint(map(_memory, node.all_input_nodes)):
+            return True
         node = node.next
-    return True
+    return False
 
 
 def _residual(adds: Node | None, norm: Node) -> Node | None:
@@ -155,7 +155,8 @@ def rewrite(graph: Graph) -> None:
         last, residual = node, None
         adds = only_user(node)
         added = _residual(adds, node)
-        if added is not None and is_quiet(node, adds) and _is_untouched(node, adds, reads):
+        stats = [call["running_mean"], call["running_var"]]
+        if added is not None and is_quiet(node, adds) and not _reads_between(node, adds, stats):
             last, residual = adds, added
         relu = _is_relu(only_user(last), last) and is_quiet(last, only_user(last))
         conv = call["input"]
