@@ -4,8 +4,9 @@
 import pytest
 import torch
 from compiled_ops import on_cpu
+from compiling import rewritten
 
-from torch_renaissance._compiled import compile_loss
+from torch_renaissance._compiled import compile_loss, gelu
 from torch_renaissance._compiled.late import LatePass
 
 PASS = "post_grad_custom_pre_pass"
@@ -120,3 +121,19 @@ def test_a_filter_of_guards_is_asked():
         compiled = compile_loss(loss, {"options": {"guard_filter_fn": keep}}, own=True)
         compiled(x).backward()
     assert seen and torch.equal(x.grad, torch.ones(3))
+
+
+def test_a_graph_that_cannot_be_rewritten_stays_as_it_was(monkeypatch):
+    def fails(graph):
+        for node in list(graph.nodes):
+            if node.op == "call_method":
+                node.replace_all_uses_with(node.args[0])
+                graph.erase_node(node)
+        raise KeyError("example_value")
+
+    monkeypatch.setattr(gelu, "rewrite", fails)
+    torch._dynamo.reset()
+    compiled, _ = rewritten(loss)
+    x = torch.arange(6.0)
+    with pytest.warns(UserWarning, match="failed: KeyError: 'example_value'"):
+        assert compiled(x) == x.sum()

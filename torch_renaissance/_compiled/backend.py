@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import copy
+import warnings
 from collections.abc import Callable
 
 import torch
@@ -13,11 +15,24 @@ from . import attention, counters, gelu, layer_norms, norms, patches, pools
 _PASS = "post_grad_custom_pre_pass"
 
 
+_PARTS = (counters, norms, pools, gelu, attention, patches, layer_norms)
+
+
 def rewrite(module: GraphModule) -> None:
-    """Functions in it whose kernels are ours; those of graphs within it stay Inductor's."""
-    for part in (counters, norms, pools, gelu, attention, patches, layer_norms):
-        part.rewrite(module.graph)
-    module.graph.lint()
+    """Functions in it whose kernels are ours; those of graphs within it stay Inductor's. What can't
+    be rewritten stays as it was, with a warning."""
+    before = copy.deepcopy(module.graph)
+    try:
+        for part in _PARTS:
+            part.rewrite(module.graph)
+        module.graph.lint()
+    except Exception as error:
+        module.graph = before
+        warnings.warn(
+            "TrainStep: this graph has Inductor's kernels alone, since putting ours in their place "
+            f"failed: {type(error).__name__}: {error}",
+            stacklevel=2,
+        )
     module.recompile()
 
 
