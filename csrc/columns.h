@@ -26,8 +26,8 @@ struct Heads {
   int batch, heads, length, size;  // `size` a multiple of kNormVector
   bool bfloat16;
   const void* parts[3];
-  int64_t strides[3]
-                 [3];  // of each part: of a batch, a head and a position; numbers are side by side
+  // Of each part: of a batch, a head and a position. Numbers are side by side.
+  int64_t strides[3][3];
   void* packed;
   void* sums;  // of packed's columns
 };

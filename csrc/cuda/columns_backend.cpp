@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
+// The ops on columns on a GPU: sums, GELU of a bias added to them, attention's heads.
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/clone.h>
 #include <ATen/ops/empty.h>

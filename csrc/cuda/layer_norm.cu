@@ -4,18 +4,17 @@
 // what blocks have left, always in the same order.
 #include "layer_norm.h"
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
 #include <algorithm>
 
 #include "../math/layer_norm.h"
+#include "batch_norm.cuh"
 #include "launch.h"
 
 namespace torch_renaissance {
 namespace {
 
 constexpr int kVector = kLayerNormVector;
+static_assert(kVector == kNormVector);
 constexpr int kWarp = 32;
 constexpr int kForwardWarps = 8;
 constexpr int kMostVectors = kMostLayerNormChannels / (kWarp * kVector);  // of a lane
@@ -34,31 +33,10 @@ __device__ __forceinline__ void write_floats(float* row, int channel, const Four
 }
 
 template <typename scalar_t>
-__device__ __forceinline__ uint2 read_halves(const void* matrix, int64_t place) {
-  return *reinterpret_cast<const uint2*>(static_cast<const scalar_t*>(matrix) + place);
-}
-
-template <typename scalar_t>
-__device__ __forceinline__ Four widen(const uint2& bits) {
-  const auto numbers = reinterpret_cast<const scalar_t*>(&bits);
+__device__ __forceinline__ Four widen(const NormBits& bits) {
   Four x;
-#pragma unroll
-  for (int k = 0; k < kVector; ++k) x.v[k] = static_cast<float>(numbers[k]);
+  unpack<scalar_t>(bits, x.v);
   return x;
-}
-
-template <typename scalar_t>
-__device__ __forceinline__ uint2 narrow(const Four& x) {
-  uint2 bits;
-  const auto numbers = reinterpret_cast<scalar_t*>(&bits);
-#pragma unroll
-  for (int k = 0; k < kVector; ++k) numbers[k] = static_cast<scalar_t>(x.v[k]);
-  return bits;
-}
-
-template <typename scalar_t>
-__device__ __forceinline__ void write_halves(void* matrix, int64_t place, const uint2& bits) {
-  *reinterpret_cast<uint2*>(static_cast<scalar_t*>(matrix) + place) = bits;
 }
 
 __device__ __forceinline__ float sum_of_warp(float x) {
@@ -85,19 +63,19 @@ __global__ void __launch_bounds__(kForwardWarps* kWarp)
   if (row >= n.rows) return;
   const int64_t first = row * n.channels;
   Four x[VECTORS];
-  uint2 branch[VECTORS];
+  NormBits branch[VECTORS];
   for_vectors<VECTORS>(n.channels, [&](int v, int channel) {
     x[v] = read_floats(n.input + first, channel);
-    if (n.branch != nullptr) branch[v] = read_halves<scalar_t>(n.branch, first + channel);
+    if (n.branch != nullptr) branch[v] = read_bits<scalar_t>(n.branch, first + channel);
   });
   if (n.branch != nullptr) {
     for_vectors<VECTORS>(n.channels, [&](int v, int channel) {
       Four more = widen<scalar_t>(branch[v]);
       if (n.branch_bias != nullptr) {
-        const Four bias = widen<scalar_t>(read_halves<scalar_t>(n.branch_bias, channel));
+        const Four bias = widen<scalar_t>(read_bits<scalar_t>(n.branch_bias, channel));
 #pragma unroll
         for (int k = 0; k < kVector; ++k) more.v[k] += bias.v[k];
-        more = widen<scalar_t>(narrow<scalar_t>(more));  // as the layer's output would be
+        more = widen<scalar_t>(pack<scalar_t>(more.v));  // as the layer's output would be
       }
 #pragma unroll
       for (int k = 0; k < kVector; ++k) x[v].v[k] += more.v[k];
@@ -123,7 +101,7 @@ __global__ void __launch_bounds__(kForwardWarps* kWarp)
     const Four weight = read_floats(n.weight, channel), bias = read_floats(n.bias, channel);
 #pragma unroll
     for (int k = 0; k < kVector; ++k) x[v].v[k] = norm(x[v].v[k], weight.v[k], bias.v[k]);
-    write_halves<scalar_t>(n.output, first + channel, narrow<scalar_t>(x[v]));
+    write_bits<scalar_t>(n.output, first + channel, pack<scalar_t>(x[v].v));
   });
   if (threadIdx.x % kWarp == 0) {
     n.mean[row] = norm.mean;
@@ -145,10 +123,10 @@ __device__ __forceinline__ void backward_of_row(const LayerNormBackward& n,
   const int64_t first = row * n.channels;
   const NormaliseRow norm{n.mean[row], n.rstd[row]};
   Four x[VECTORS], rest[VECTORS];
-  uint2 grads[VECTORS];
+  NormBits grads[VECTORS];
   for_vectors<VECTORS>(n.channels, [&](int v, int channel) {
     x[v] = read_floats(n.sum + first, channel);
-    grads[v] = read_halves<scalar_t>(n.grad, first + channel);
+    grads[v] = read_bits<scalar_t>(n.grad, first + channel);
   });
   if (n.grad_sum != nullptr) {
     for_vectors<VECTORS>(n.channels, [&](int v, int channel) {
@@ -180,8 +158,8 @@ __device__ __forceinline__ void backward_of_row(const LayerNormBackward& n,
     }
     write_floats(n.grad_input + first, channel, found);
     if (n.grad_branch == nullptr) return;
-    const uint2 bits = narrow<scalar_t>(found);
-    write_halves<scalar_t>(n.grad_branch, first + channel, bits);
+    const NormBits bits = pack<scalar_t>(found.v);
+    write_bits<scalar_t>(n.grad_branch, first + channel, bits);
     const Four rounded = widen<scalar_t>(bits);
 #pragma unroll
     for (int k = 0; k < kVector; ++k) sums.branch_bias[v].v[k] += rounded.v[k];

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
+// The ops of layer norm on a GPU.
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
