@@ -44,6 +44,14 @@ def test_column_sums(shape, dtype, device):
 
 
 @each_dtype
+@each_shape
+def test_column_sums_in_float32(shape, dtype, device):
+    matrix = random(shape, dtype, device)
+    found = ops.column_sums(matrix, dtype=torch.float32)
+    as_exact(found, matrix.sum(0, dtype=torch.float32), matrix.double().sum(0))
+
+
+@each_dtype
 def test_column_sums_far_from_zero(dtype, device):
     """Which 16 bits could not hold on the way; what they hold is exact."""
     matrix = torch.ones(32768, 8, dtype=dtype, device=device)
@@ -162,6 +170,13 @@ def test_bad_matrices(name, device):
 def test_column_sums_takes_a_matrix(shape, device):
     with pytest.raises(RuntimeError, match="column_sums: takes a matrix, got shape"):
         ops.column_sums(torch.zeros(shape, dtype=torch.float16, device=device))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_column_sums_of_another_dtype(dtype, device):
+    matrix = random((48, 32), torch.float16, device)
+    with pytest.raises(RuntimeError, match="sums are of matrix's dtype or float32, got"):
+        ops.column_sums(matrix, dtype=dtype)
 
 
 @pytest.mark.parametrize(

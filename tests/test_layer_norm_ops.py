@@ -125,6 +125,28 @@ def test_bad_inputs(name, device):
         ops.layer_norm_forward(*given)
 
 
+BAD_BACKWARD = {
+    "float32 gradient": ({0: torch.Tensor.float}, "the output is float16 or bfloat16"),
+    "short gradient": ({0: lambda t: t[:3]}, "grad must be a contiguous Half tensor of shape"),
+    "float16 grad_sum": ({1: torch.Tensor.half}, "grad_sum must be a contiguous Float tensor"),
+    "long weight": ({3: lambda t: t.repeat(2)}, "weight must be a contiguous Float tensor"),
+    "a mean too few": ({4: lambda t: t[1:]}, "mean must be a contiguous Float tensor"),
+    "float16 rstd": ({5: torch.Tensor.half}, "rstd must be a contiguous Float tensor"),
+    "no branch": ({6: lambda _: False}, "layer_norm_backward: branch_bias needs a branch"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_BACKWARD)
+def test_bad_inputs_of_backward(name, device):
+    changes, message = BAD_BACKWARD[name]
+    stream, _, _, weight, _, grad, grad_sum = inputs((8, 16), torch.float16, device)
+    per_row = stream[:, 0].contiguous()
+    given = [grad, grad_sum, stream, weight, per_row, per_row, True, True]
+    given = [changes[i](t) if i in changes else t for i, t in enumerate(given)]
+    with pytest.raises(RuntimeError, match=message):
+        ops.layer_norm_backward(*given)
+
+
 @pytest.mark.parametrize("shape", [(2, 6), (2, 1028), (0, 8), ()], ids=str)
 def test_bad_shapes(shape, device):
     x = torch.zeros(shape, device=device)
