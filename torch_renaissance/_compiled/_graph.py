@@ -9,7 +9,7 @@ from functools import cache
 
 import torch
 from torch import Tensor
-from torch.fx import Node
+from torch.fx import Graph, Node
 
 from .._ops import ops
 
@@ -33,6 +33,16 @@ def example(node: object) -> object:
     return node.meta.get("example_value") if isinstance(node, Node) else None
 
 
+def takes_channels(channels: object) -> bool:
+    """Whether batch norm's kernels, and those on columns, take so many numbers in a row."""
+    return isinstance(channels, int) and channels % 4 == 0 and 0 < channels <= 4096
+
+
+def is_counter(value: object) -> bool:
+    """Whether this may be a BatchNorm's counter of batches."""
+    return isinstance(value, Tensor) and value.dtype == torch.int64 and value.dim() == 0
+
+
 def only_user(node: Node) -> Node | None:
     """The one node that reads this one, or None."""
     return next(iter(node.users)) if len(node.users) == 1 else None
@@ -53,8 +63,7 @@ def _counts(node: Node) -> bool:
     """Whether a node moves on counters of batches."""
     if node.target is ops.count_batches_.default:
         return True
-    value = example(node.args[0]) if node.target == "add_" else None
-    return isinstance(value, Tensor) and value.dtype == torch.int64 and value.dim() == 0
+    return node.target == "add_" and is_counter(example(node.args[0]))
 
 
 def is_quiet(first: Node, last: Node) -> bool:
@@ -93,6 +102,15 @@ def is_rows(value: Tensor) -> bool:
 def pair(value: object) -> tuple:
     """An argument for rows and columns: one number for both, or each its own."""
     return (value, value) if isinstance(value, int) else tuple(value)
+
+
+def replace(graph: Graph, node: Node, function: Callable, arguments: tuple) -> None:
+    """Puts a call of `function` in the place of a node that others may read."""
+    with graph.inserting_before(node):
+        ours = graph.call_function(function, arguments)
+    ours.meta.update(node.meta)
+    node.replace_all_uses_with(ours)
+    graph.erase_node(node)
 
 
 def same_form(a: object, b: object) -> bool:

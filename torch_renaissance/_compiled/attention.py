@@ -13,12 +13,9 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from .._ops import ops
-from ._graph import arguments_of, example, is_ours
+from ._graph import arguments_of, example, is_ours, replace, takes_channels
 
 _ABSENT = ("bias_k", "bias_v", "key_padding_mask", "attn_mask", "static_k", "static_v")
-
-
-_VECTOR, _MOST_CHANNELS = 4, 4096
 
 
 def _split(packed: Tensor, num_heads: int) -> tuple[Tensor, ...]:
@@ -27,7 +24,7 @@ def _split(packed: Tensor, num_heads: int) -> tuple[Tensor, ...]:
 
 
 def _takes_heads(embedding: int, num_heads: int) -> bool:
-    return embedding // num_heads % _VECTOR == 0 and 3 * embedding <= _MOST_CHANNELS
+    return takes_channels(embedding // num_heads) and takes_channels(3 * embedding)
 
 
 class _Split(torch.autograd.Function):
@@ -64,8 +61,7 @@ def self_attention(
         q, k, v = _Split.apply(F.linear(x, in_proj_weight, bias.detach()), bias, num_heads)
     found = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout_p)
     found = found.transpose(1, 2).flatten(2)
-    found = F.linear(found, out_proj_weight, out_proj_bias)
-    found = found.transpose(0, 1)
+    found = F.linear(found, out_proj_weight, out_proj_bias).transpose(0, 1)
     return found.contiguous() if contiguous else found, None
 
 
@@ -113,8 +109,4 @@ def rewrite(graph: Graph) -> None:
         if not call["training"]:
             values[4] = 0.0
         values.append(not _batch_comes_first(node))
-        with graph.inserting_before(node):
-            ours = graph.call_function(self_attention, tuple(values))
-        ours.meta.update(node.meta)
-        node.replace_all_uses_with(ours)
-        graph.erase_node(node)
+        replace(graph, node, self_attention, tuple(values))

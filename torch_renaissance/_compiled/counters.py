@@ -7,7 +7,7 @@ import torch
 from torch.fx import Graph, Node
 
 from .._ops import ops
-from ._graph import example, only_user
+from ._graph import example, is_counter, only_user
 
 
 def _is_count(node: Node) -> bool:
@@ -15,14 +15,8 @@ def _is_count(node: Node) -> bool:
     if node.target != "add_" or node.args[1:] != (1,) or node.kwargs or node.users:
         return False
     counter = node.args[0]
-    value = example(counter)
-    return (
-        counter.op == "placeholder"
-        and only_user(counter) is node
-        and isinstance(value, torch.Tensor)
-        and value.dtype == torch.int64
-        and value.dim() == 0
-    )
+    found = counter.op == "placeholder" and only_user(counter) is node
+    return found and is_counter(example(counter))
 
 
 def rewrite(graph: Graph) -> None:

@@ -10,10 +10,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from .._ops import ops
-from ._graph import example, is_ours, is_quiet, only_user
-
-_CHANNELS = 4
-_MOST_CHANNELS = 4096
+from ._graph import example, is_ours, is_quiet, only_user, replace, takes_channels
 
 
 class _BiasGelu(torch.autograd.Function):
@@ -49,9 +46,7 @@ def _fits(gelu: Node) -> Node | None:
     value, bias = example(linear), example(linear.args[2])
     channels = value.shape[-1] if is_ours(value) else None
     fits = (
-        isinstance(channels, int)
-        and channels % _CHANNELS == 0
-        and channels <= _MOST_CHANNELS
+        takes_channels(channels)
         and isinstance(bias, Tensor)
         and bias.shape == (channels,)
         and bias.is_contiguous()
@@ -69,9 +64,5 @@ def rewrite(graph: Graph) -> None:
         if linear is None:
             continue
         approximate = node.kwargs.get("approximate", "none")
-        with graph.inserting_before(node):
-            joint = graph.call_function(linear_gelu, (*linear.args, approximate))
-        joint.meta.update(node.meta)
-        node.replace_all_uses_with(joint)
-        graph.erase_node(node)
+        replace(graph, node, linear_gelu, (*linear.args, approximate))
         graph.erase_node(linear)

@@ -14,10 +14,9 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph, Node
 
 from .._ops import ops
-from ._graph import is_ours, only_user, same_form
+from ._graph import is_ours, only_user, same_form, takes_channels
 
 _aten = torch.ops.aten
-_CHANNELS, _MOST_CHANNELS = 4, 4096
 _LEAST_ROWS = 1024  # fewer are left to be fused with what comes before
 
 
@@ -34,13 +33,7 @@ def _sums_columns(node: Node) -> bool:
     if node.kwargs.get("dtype") not in (None, torch.float32, matrix.dtype):
         return False
     rows, channels = matrix.shape
-    return (
-        isinstance(channels, int)
-        and channels % _CHANNELS == 0
-        and channels <= _MOST_CHANNELS
-        and isinstance(rows, int)
-        and rows >= _LEAST_ROWS
-    )
+    return takes_channels(channels) and isinstance(rows, int) and rows >= _LEAST_ROWS
 
 
 # Inductor lays out what an op reads by "eager_input_vals", without which it may pad rows.

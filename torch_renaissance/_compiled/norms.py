@@ -11,12 +11,19 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from .._ops import ops
-from ._graph import arguments_of, example, is_ours, is_quiet, is_rows, only_user, same_form
+from ._graph import (
+    arguments_of,
+    example,
+    is_ours,
+    is_quiet,
+    is_rows,
+    only_user,
+    same_form,
+    takes_channels,
+)
 
 _ADDS = (operator.iadd, operator.add, torch.add, "add_", "add")
 _RELUS = (F.relu, F.relu_, torch.relu, torch.relu_, "relu", "relu_")
-_CHANNELS = 4  # batch norm's kernels take a multiple of
-_MOST_CHANNELS = 4096
 
 
 class _BatchNorm(torch.autograd.Function):
@@ -88,13 +95,11 @@ def _fits(call: dict[str, object]) -> bool:
     x = example(call["input"])
     if call["training"] is not True or not is_ours(x) or not is_rows(x):
         return False
-    channels, momentum, eps = x.shape[1], call["momentum"], call["eps"]
+    momentum, eps = call["momentum"], call["eps"]
     vectors = [call["weight"], call["bias"]]
     stats = [call["running_mean"], call["running_var"]]
     return (
-        isinstance(channels, int)
-        and channels % _CHANNELS == 0
-        and 0 < channels <= _MOST_CHANNELS
+        takes_channels(x.shape[1])
         and isinstance(momentum, float)
         and isinstance(eps, float)
         and all(_is_vector(v, x) for v in vectors)

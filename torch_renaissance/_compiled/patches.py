@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from ._graph import example, is_ours, pair
+from ._graph import example, is_ours, pair, replace
 
 _CHANNELS = 8  # of the input: a multiple of these is what convolutions are quick with
 _DEFAULTS = (None, 1, 0, 1, 1)  # bias, stride, padding, dilation, groups
@@ -58,10 +58,5 @@ def _fits(node: Node) -> bool:
 
 def rewrite(graph: Graph) -> None:
     for node in list(graph.nodes):
-        if node.target is not torch.conv2d or not _fits(node):
-            continue
-        with graph.inserting_before(node):
-            ours = graph.call_function(patch_embedding, (*node.args[:3], None)[:3])
-        ours.meta.update(node.meta)
-        node.replace_all_uses_with(ours)
-        graph.erase_node(node)
+        if node.target is torch.conv2d and _fits(node):
+            replace(graph, node, patch_embedding, (*node.args[:3], None)[:3])

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from .._ops import ops
-from ._graph import arguments_of, example, is_ours, is_rows, pair
+from ._graph import arguments_of, example, is_ours, is_rows, pair, replace
 
 _CHANNELS = 8  # the kernels take a multiple of
 _MOST_IN_WINDOW = 255
@@ -66,10 +66,5 @@ def rewrite(graph: Graph) -> None:
         if node.target not in (F.max_pool2d, torch.max_pool2d):
             continue
         window = _window(node)
-        if window is None:
-            continue
-        with graph.inserting_before(node):
-            ours = graph.call_function(max_pool2d, window)
-        ours.meta.update(node.meta)
-        node.replace_all_uses_with(ours)
-        graph.erase_node(node)
+        if window is not None:
+            replace(graph, node, max_pool2d, window)
